@@ -1,0 +1,20 @@
+//! Everything that crosses a process boundary: ids, byte formats and messages. Pure: no I/O, no clock, no randomness.
+//!
+//! Refuses to hold policy. Layouts are described once, in docs/formats.md; every decoder here takes hostile bytes
+//! and answers with a typed error, never a panic or an allocation on an unchecked length.
+
+pub mod api;
+pub mod bytes;
+pub mod channel;
+pub mod chunk;
+pub mod control;
+pub mod guest;
+pub mod ids;
+pub mod manifest;
+pub mod pack;
+pub mod plan;
+
+pub use bytes::DecodeError;
+pub use chunk::{CHUNK_BYTES, DomainKey, ObjectKind};
+pub use ids::{CheckpointId, ChunkId, ImageId, PackId, RunToken, SessionId, SessionName};
+pub use manifest::Manifest;

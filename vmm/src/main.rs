@@ -1,0 +1,2 @@
+//! Placeholder until this program lands.
+fn main() {}
