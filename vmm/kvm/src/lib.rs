@@ -1,0 +1,1 @@
+//! The kvm engine: being written.
