@@ -1,0 +1,5 @@
+import textkit
+
+
+def path(issue, subject):
+    return f"archive/{issue:04d}-{textkit.slug(subject)}.md"

@@ -1,0 +1,9 @@
+import textkit
+
+
+def display(name):
+    return textkit.title(name)
+
+
+def key(name):
+    return textkit.slug(name, "_")

@@ -1,0 +1,5 @@
+import textkit
+
+
+def fits(text, limit):
+    return textkit.words(text) <= limit

@@ -1,0 +1,5 @@
+import textkit
+
+
+def anchor(heading):
+    return "#" + textkit.slug(heading)

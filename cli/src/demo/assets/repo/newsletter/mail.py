@@ -1,0 +1,5 @@
+import textkit
+
+
+def subject(issue, text):
+    return f"[{issue}] {textkit.cut(textkit.title(text), 50)}"

@@ -1,0 +1,5 @@
+import textkit
+
+
+def minutes(text):
+    return max(1, round(textkit.words(text) / 200))
