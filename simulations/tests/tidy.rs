@@ -79,8 +79,15 @@ fn crates_link_only_downward() {
     let mut seen = BTreeSet::new();
     for m in manifests.into_iter().filter(|m| m.ends_with("Cargo.toml") && *m != root().join("Cargo.toml")) {
         let text = fs::read_to_string(&m).expect("a manifest is UTF-8");
-        let name = text.lines().find_map(|l| l.strip_prefix("name = \"")).map(|l| l.trim_end_matches('"')).expect("a package has a name").to_owned();
-        let links = allowed.get(name.as_str()).unwrap_or_else(|| panic!("{name} is not on any floor: add it to the map and to this test"));
+        let name = text
+            .lines()
+            .find_map(|l| l.strip_prefix("name = \""))
+            .map(|l| l.trim_end_matches('"'))
+            .expect("a package has a name")
+            .to_owned();
+        let links = allowed
+            .get(name.as_str())
+            .unwrap_or_else(|| panic!("{name} is not on any floor: add it to the map and to this test"));
         let mut in_deps = false;
         for line in text.lines() {
             if line.starts_with('[') {
@@ -103,7 +110,8 @@ fn every_path_in_the_map_exists() {
     let doc = fs::read_to_string(root().join("docs/ARCHITECTURE.md")).expect("the map is there");
     let mut checked = 0;
     for word in doc.split('`').skip(1).step_by(2) {
-        let looks_like_path = word.contains('/') && word.chars().all(|c| c.is_ascii_alphanumeric() || "/._-".contains(c)) && !word.starts_with('/');
+        let looks_like_path =
+            word.contains('/') && word.chars().all(|c| c.is_ascii_alphanumeric() || "/._-".contains(c)) && !word.starts_with('/');
         if looks_like_path {
             assert!(root().join(word).exists(), "docs/ARCHITECTURE.md names {word}, which is not there");
             checked += 1;
@@ -116,7 +124,20 @@ fn every_path_in_the_map_exists() {
 fn every_promise_names_tests_that_exist() {
     let doc = fs::read_to_string(root().join("docs/invariants.md")).expect("the list of promises is there");
     let source: String = rust_files().iter().map(|p| fs::read_to_string(p).expect("source is UTF-8")).collect();
-    for promise in ["ONE-INSTANT", "NO-TORN", "NO-ROT", "ONE-OWNER", "FENCED", "DURABLE-MEANS-PEERS", "BOUGHT-ONCE", "LEDGER-ADDS-UP", "NAMED-ONLY", "KEY-OUTSIDE", "FORKS-DIFFER", "RECOVERS"] {
+    for promise in [
+        "ONE-INSTANT",
+        "NO-TORN",
+        "NO-ROT",
+        "ONE-OWNER",
+        "FENCED",
+        "DURABLE-MEANS-PEERS",
+        "BOUGHT-ONCE",
+        "LEDGER-ADDS-UP",
+        "NAMED-ONLY",
+        "KEY-OUTSIDE",
+        "FORKS-DIFFER",
+        "RECOVERS",
+    ] {
         assert!(doc.contains(&format!("## {promise}")), "docs/invariants.md does not list {promise}");
     }
     let mut checked = 0;
