@@ -1,0 +1,122 @@
+//! Runs the host's own programs (mmdebstrap, mkfs.ext4, ...) and reports their failures readably.
+//!
+//! Children die with this process's group on Ctrl-C; nothing they write is kept unless they succeed.
+
+use std::{
+    ffi::OsStr,
+    path::PathBuf,
+    process::{Command, Stdio},
+};
+
+use crate::error::ImageError;
+
+/// A host program and the Debian package that has it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tool {
+    pub(crate) program: &'static str,
+    pub(crate) package: &'static str,
+}
+
+const fn tool(program: &'static str, package: &'static str) -> Tool {
+    Tool { program, package }
+}
+
+/// For a root disk from packages.
+pub(crate) const FOR_DEBIAN: &[Tool] =
+    &[tool("mmdebstrap", "mmdebstrap"), tool("dpkg-deb", "dpkg"), tool("mkfs.ext4", "e2fsprogs")];
+/// For any root disk.
+pub(crate) const FOR_DISK: &[Tool] = &[tool("mkfs.ext4", "e2fsprogs"), tool("cp", "coreutils")];
+/// For the distribution's kernel.
+pub(crate) const FOR_KERNEL_PACKAGE: &[Tool] = &[tool("mmdebstrap", "mmdebstrap"), tool("dpkg-deb", "dpkg")];
+/// For compiling the soft kernel.
+pub(crate) const FOR_COMPILING: &[Tool] = &[
+    tool("mmdebstrap", "mmdebstrap"),
+    tool("dpkg-deb", "dpkg"),
+    tool("tar", "tar"),
+    tool("xz", "xz-utils"),
+    tool("make", "make"),
+    tool("gcc", "gcc"),
+    tool("flex", "flex"),
+    tool("bison", "bison"),
+    tool("bc", "bc"),
+];
+
+const TAIL_LINES: usize = 15;
+
+/// Fails with the list of packages to install when any of `tools` is missing.
+pub(crate) fn require(tools: &[Tool]) -> Result<(), ImageError> {
+    let missing: Vec<Tool> = tools.iter().copied().filter(|t| find(t.program).is_none()).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let mut packages: Vec<&str> = missing.iter().map(|t| t.package).collect();
+    packages.sort_unstable();
+    packages.dedup();
+    let programs: Vec<&str> = missing.iter().map(|t| t.program).collect();
+    Err(ImageError::MissingTools { programs: programs.join(", "), packages: packages.join(" ") })
+}
+
+/// Where `program` is, in PATH or the system directories that users often lack.
+pub(crate) fn find(program: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path)
+        .chain(["/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(PathBuf::from))
+        .map(|dir| dir.join(program))
+        .find(|file| file.is_file())
+}
+
+/// A command for `program` with a plain locale and no input.
+pub(crate) fn command(program: &str) -> Command {
+    let mut command = match find(program) {
+        Some(path) => Command::new(path),
+        None => Command::new(program),
+    };
+    command.env("LC_ALL", "C.UTF-8").stdin(Stdio::null());
+    command
+}
+
+/// Runs to the end; standard output. On failure the error holds the last lines of both streams.
+pub(crate) fn run(command: &mut Command, doing: &str) -> Result<String, ImageError> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let failed =
+        |status: String, tail: String| ImageError::ToolFailed { program: program.clone(), doing: doing.to_owned(), status, tail };
+    let output = command.output().map_err(|e| failed(e.to_string(), String::new()))?;
+    let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+    if output.status.success() {
+        return Ok(stdout);
+    }
+    let all = stdout + &String::from_utf8_lossy(&output.stderr);
+    let lines: Vec<&str> = all.lines().collect();
+    let tail = lines[lines.len().saturating_sub(TAIL_LINES)..].join("\n");
+    Err(failed(output.status.to_string(), tail))
+}
+
+/// `text` quoted for a POSIX shell.
+pub(crate) fn shell_quote(text: &OsStr) -> String {
+    format!("'{}'", text.to_string_lossy().replace('\'', "'\\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_tools_name_their_packages() {
+        let error = require(&[tool("ks-no-such-a", "pkg-a"), tool("ks-no-such-b", "pkg-a"), tool("sh", "dash")]).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "missing host programs: ks-no-such-a, ks-no-such-b; install them with: apt-get install pkg-a"
+        );
+    }
+
+    #[test]
+    fn a_failing_tool_shows_its_last_output() {
+        let error = run(command("sh").arg("-c").arg("echo why >&2; exit 3"), "testing").unwrap_err();
+        assert!(error.to_string().contains("while testing") && error.to_string().contains("why"), "{error}");
+    }
+
+    #[test]
+    fn quoting() {
+        assert_eq!(shell_quote(OsStr::new("a'b c")), "'a'\\''b c'");
+    }
+}
