@@ -1,2 +1,0 @@
-//! Being written.
-pub struct Memory;
