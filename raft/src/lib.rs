@@ -1,1 +1,20 @@
-//! Placeholder until this crate's first module lands.
+//! What a fleet agrees on: sessions and their owners, checkpoint records, images, golden checkpoints.
+//!
+//! Pure: [`FleetState::apply`] is the one entrance, and the same commands in the same order give the same state on
+//! every node. No clock, no randomness, no I/O; time and fresh ids come inside the commands. On a lone node the node's
+//! host module keeps the log and a snapshot in redb; with more nodes openraft drives the same function.
+
+mod apply;
+mod command;
+mod error;
+mod record;
+mod remove;
+mod state;
+
+pub use command::{Command, Response};
+pub use error::Refusal;
+pub use record::{CheckpointRecord, GoldenRecord, ImageRecord, Lost, SessionParams, SessionRecord, Wanted};
+pub use state::FleetState;
+
+#[cfg(test)]
+mod tests;
