@@ -1,0 +1,72 @@
+//! Drives `ks` itself: each call is the same program with --json, so that a demo shows what a person would get.
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// One `ks` call; its output whatever the outcome.
+pub fn ks(args: &[&str]) -> Result<Output> {
+    let exe = std::env::current_exe().context("finding this program")?;
+    Command::new(exe).args(args).stdin(Stdio::null()).output().context("starting ks")
+}
+
+/// One call that must succeed; its standard output, trimmed.
+pub fn ok(args: &[&str]) -> Result<String> {
+    let o = ks(args)?;
+    if !o.status.success() {
+        bail!("ks {} failed ({}): {}", args.join(" "), o.status, String::from_utf8_lossy(&o.stderr).trim());
+    }
+    Ok(String::from_utf8_lossy(&o.stdout).trim().to_owned())
+}
+
+/// One call with --json that must succeed.
+pub fn json(args: &[&str]) -> Result<Value> {
+    let all: Vec<&str> = std::iter::once("--json").chain(args.iter().copied()).collect();
+    let text = ok(&all)?;
+    let last = text.lines().last().unwrap_or_default();
+    serde_json::from_str(&text).or_else(|_| serde_json::from_str(last)).with_context(|| format!("ks {} did not print JSON: {text}", args.join(" ")))
+}
+
+/// One call whose progress the person sees.
+pub fn shown(args: &[&str]) -> Result<()> {
+    let exe = std::env::current_exe().context("finding this program")?;
+    let status = Command::new(exe).args(args).stdin(Stdio::null()).stdout(Stdio::null()).status().context("starting ks")?;
+    if !status.success() {
+        bail!("ks {} failed ({status})", args.join(" "));
+    }
+    Ok(())
+}
+
+/// A shell line in the guest; its standard output, trimmed.
+pub fn sh(session: &str, line: &str) -> Result<String> {
+    ok(&["exec", session, "--", "sh", "-c", line])
+}
+
+/// Asks again until `f` gives something, at most `secs`. Errors of single calls are kept for the message.
+pub fn wait<T>(what: &str, secs: u64, mut f: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+    let deadline = Instant::now() + Duration::from_secs(secs);
+    let mut last = String::from("no error");
+    loop {
+        match f() {
+            Ok(Some(v)) => return Ok(v),
+            Ok(None) => {}
+            Err(e) => last = format!("{e:#}"),
+        }
+        if Instant::now() > deadline {
+            bail!("{what}: nothing after {secs} s ({last})");
+        }
+        std::thread::park_timeout(Duration::from_millis(50));
+    }
+}
+
+/// Says what the demo does now.
+pub fn say(text: &str) {
+    eprintln!("• {text}");
+}
+
+/// A name that is free on any node.
+pub fn fresh_name(kind: &str) -> String {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_millis());
+    format!("demo-{kind}-{}", now % 10_000_000)
+}
