@@ -8,3 +8,5 @@ pub mod host_link;
 pub mod lease;
 pub mod memory;
 pub mod source;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
