@@ -1,1 +1,28 @@
-//! Placeholder until this crate's first module lands.
+//! The chunk store of one node: packs, manifests, uploads, verified reading, repair, retention and collection.
+//!
+//! It owns one folder (layout in `store.rs` and docs/formats.md) and refuses to hand out a byte whose hash did not match.
+//! All I/O goes through `host/`; the rest decides. Source: DESIGN sections 5 and 7, promises NO-TORN and NO-ROT.
+
+mod closure;
+mod error;
+pub mod host;
+mod index;
+mod ingest;
+mod keys;
+mod peers;
+mod read;
+mod segments;
+mod store;
+mod upload;
+
+pub use error::{ObjectFault, StoreError};
+pub use host::keyfile::KeyFile;
+pub use ingest::Ingested;
+pub use keys::{IMAGE_DOMAIN, KeyRing, USER_DOMAIN};
+pub use peers::{FetchedObject, NoPeers, PeerSource};
+pub use read::Located;
+pub use store::{Store, StoreStats};
+pub use upload::{OPEN_PACKS_MAX, Upload, UploadScope};
+
+#[cfg(test)]
+mod tests;

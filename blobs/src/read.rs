@@ -1,0 +1,184 @@
+//! Reading one object: every copy here is tried and verified, then the peers; a damaged copy is taken out of service.
+
+use crate::error::{At, StoreError};
+use crate::index::{Index, Place};
+use crate::keys::KeyRing;
+use crate::peers::FetchedObject;
+use crate::store::{Store, THIS_NODE};
+use crate::upload::Upload;
+use ks_proto::chunk::{OBJECT_BYTES_MAX, ObjectKind, SEAL_OVERHEAD};
+use ks_proto::ids::{ChunkId, PackId};
+use ks_proto::pack::PackEntry;
+use std::fs::File;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// A verified copy of an object and where it lies.
+#[derive(Debug)]
+pub struct Located {
+    /// Its row in the pack.
+    pub entry: PackEntry,
+    /// The pack.
+    pub pack: PackId,
+    /// Key domain of the pack.
+    pub domain: u32,
+    /// The pack's file, read-only.
+    pub file: File,
+    /// The object's plain bytes, verified.
+    pub plain: Vec<u8>,
+}
+
+/// Why one copy did not serve.
+enum Copy {
+    Bad { pack: PathBuf, why: String },
+    Error(StoreError),
+}
+
+/// A place with what is needed to read it without the lock.
+#[derive(Clone, Copy)]
+pub(crate) struct Spot {
+    pub place: Place,
+    pub entry: PackEntry,
+    pub pack: PackId,
+    pub domain: u32,
+}
+
+pub(crate) fn spot(index: &Index, place: Place) -> Option<Spot> {
+    let p = index.pack(place.pack)?;
+    Some(Spot { place, entry: *p.rows.get(place.row as usize)?, pack: p.id, domain: p.domain })
+}
+
+impl Store {
+    /// A verified copy of `id` and its place, for a VMM whose plan could not give it. `except` is the pack that it found
+    /// wanting: tried last here, and taken out of service for this object if it is damaged indeed.
+    ///
+    /// # Errors
+    /// [`StoreError::Lost`] if neither this node nor a peer has an intact copy; [`StoreError::NoKey`].
+    pub fn locate(self: &Arc<Self>, id: &ChunkId, keys: &KeyRing, except: Option<PackId>) -> Result<Located, StoreError> {
+        self.obtain(id, None, keys, except)
+    }
+
+    /// The plain bytes of an object, verified.
+    ///
+    /// # Errors
+    /// As [`Self::locate`].
+    pub fn read_object(self: &Arc<Self>, id: &ChunkId, keys: &KeyRing) -> Result<Vec<u8>, StoreError> {
+        Ok(self.obtain(id, None, keys, None)?.plain)
+    }
+
+    /// The first good copy of `id`, of `kind` if one is given.
+    pub(crate) fn obtain(
+        self: &Arc<Self>,
+        id: &ChunkId,
+        kind: Option<ObjectKind>,
+        keys: &KeyRing,
+        except: Option<PackId>,
+    ) -> Result<Located, StoreError> {
+        let mut spots: Vec<Spot> = {
+            let s = self.state();
+            s.index.places(id).filter_map(|p| spot(&s.index, p)).filter(|c| kind.is_none_or(|k| c.entry.kind == k)).collect()
+        };
+        spots.sort_by_key(|c| Some(c.pack) == except);
+        let mut last = None;
+        let mut no_key = None;
+        for c in spots {
+            match self.try_spot(&c, keys) {
+                Ok(found) => return Ok(found),
+                Err(Copy::Bad { pack, why }) => {
+                    self.take_out(c.place);
+                    last = Some((pack, why));
+                }
+                Err(Copy::Error(e @ StoreError::NoKey { .. })) => no_key = Some(e),
+                Err(Copy::Error(e)) => return Err(e),
+            }
+        }
+        if let Some(e) = no_key {
+            return Err(e);
+        }
+        if let Some(found) = self.peers().fetch_object(id) {
+            return self.repair(id, kind, keys, found);
+        }
+        let (pack, why) = last
+            .or_else(|| self.known_bad(id))
+            .map_or_else(|| (None, format!("no pack in {} holds it", self.root.join("packs").display())), |(p, w)| (Some(p), w));
+        Err(StoreError::Lost { chunk: *id, pack, holder: THIS_NODE.into(), why })
+    }
+
+    fn known_bad(&self, id: &ChunkId) -> Option<(PathBuf, String)> {
+        let s = self.state();
+        let bad = s.index.bad_place(id)?;
+        Some((self.pack_path(&s.index.pack(bad.pack)?.id), "its only copy here was found damaged before".into()))
+    }
+
+    fn try_spot(&self, c: &Spot, keys: &KeyRing) -> Result<Located, Copy> {
+        let path = self.pack_path(&c.pack);
+        let Some(key) = keys.get(c.domain) else {
+            return Err(Copy::Error(StoreError::NoKey { domain: c.domain, what: format!("chunk {}", c.entry.id) }));
+        };
+        let file = self.disk.open(&path).map_err(|e| sort_read_error("open", &path, e))?;
+        let stored = self.read_stored(&file, &c.entry).map_err(|e| sort_read_error("read", &path, e))?;
+        match c.entry.open(key, &stored) {
+            Ok(plain) => Ok(Located { entry: c.entry, pack: c.pack, domain: c.domain, file, plain }),
+            Err(e) => Err(Copy::Bad { pack: path, why: e.to_string() }),
+        }
+    }
+
+    /// The sealed bytes of a row.
+    pub(crate) fn read_stored(&self, file: &File, e: &PackEntry) -> io::Result<Vec<u8>> {
+        if e.stored_len as usize > OBJECT_BYTES_MAX + SEAL_OVERHEAD {
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "a row longer than any object"));
+        }
+        let mut stored = vec![0u8; e.stored_len as usize];
+        self.disk.read_at(file, &mut stored, u64::from(e.offset))?;
+        Ok(stored)
+    }
+
+    /// Takes a damaged copy out of service: it is not offered, nor called known, again.
+    pub(crate) fn take_out(&self, place: Place) {
+        self.state_mut().index.mark_bad(place);
+    }
+
+    /// Verifies what a peer sent and stores it here.
+    fn repair(
+        self: &Arc<Self>,
+        id: &ChunkId,
+        kind: Option<ObjectKind>,
+        keys: &KeyRing,
+        got: FetchedObject,
+    ) -> Result<Located, StoreError> {
+        let lost = |why: String| StoreError::Lost { chunk: *id, pack: None, holder: "a peer".into(), why };
+        if kind.is_some_and(|k| k != got.kind) {
+            return Err(lost(format!("a peer sent an object of kind {:?}", got.kind)));
+        }
+        let key = keys.get(got.domain).ok_or_else(|| StoreError::NoKey { domain: got.domain, what: format!("chunk {id}") })?;
+        let plain = key
+            .open(got.kind, got.codec, id, got.plain_len as usize, &got.stored)
+            .map_err(|e| lost(format!("what a peer sent does not verify: {e}")))?;
+        let upload = Upload::internal(self, got.domain);
+        let mut w = upload.writer();
+        w.put(got.kind, got.codec, *id, got.plain_len, &got.stored)?;
+        let pack = w.finish()?.expect("one object was put");
+        upload.keep();
+        let path = self.pack_path(&pack);
+        let file = self.disk.open(&path).at("open", &path)?;
+        let entry = {
+            let s = self.state();
+            let no = s.index.number(&pack);
+            no.and_then(|no| s.index.pack(no)).and_then(|p| p.rows.first().copied())
+        };
+        let entry = entry.ok_or_else(|| lost("the repaired pack was collected meanwhile".into()))?;
+        Ok(Located { entry, pack, domain: got.domain, file, plain })
+    }
+}
+
+/// Damage (gone, cut short, unreadable sectors) is about this copy; anything else is about this machine.
+fn sort_read_error(op: &'static str, path: &std::path::Path, e: io::Error) -> Copy {
+    let damaged = matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
+        || e.raw_os_error() == Some(rustix::io::Errno::IO.raw_os_error());
+    if damaged {
+        Copy::Bad { pack: path.to_owned(), why: format!("{op}: {e}") }
+    } else {
+        Copy::Error(StoreError::io(op, path, e))
+    }
+}

@@ -1,0 +1,4 @@
+//! Tests of the whole store: a small writer that plays the VMM's part, a modelled disk, and the cases.
+
+mod basics;
+mod vmm;
