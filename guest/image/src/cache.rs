@@ -52,8 +52,10 @@ impl Cache {
         let partial = with_suffix(&entry, ".partial");
         remove_tree(&partial)?;
         std::fs::create_dir(&partial).doing("make", &partial)?;
-        make(&partial)?;
-        sync_dir(&partial)?;
+        if let Err(error) = make(&partial).and_then(|()| sync_dir(&partial)) {
+            let _ = remove_tree(&partial); // the next build removes it if this cannot
+            return Err(error);
+        }
         replace_dir(&partial, &entry)?;
         Ok(entry)
     }
@@ -115,6 +117,7 @@ mod tests {
         let cache = Cache::open(Some(dir.path().join("c"))).unwrap();
         let fail = |_: &Path| Err(ImageError::NeedsRoot { why: "test".into() });
         assert!(cache.entry("images/a", false, fail).is_err());
+        assert!(!dir.path().join("c/images/a.partial").exists());
         let write = |text: &'static str| move |p: &Path| std::fs::write(p.join("f"), text).doing("write", p);
         let path = cache.entry("images/a", false, write("1")).unwrap();
         cache.entry("images/a", false, write("2")).unwrap();

@@ -38,3 +38,4 @@ pub use progress::Progress;
 pub use recipe::Profile;
 pub use soft_edits::EditError;
 pub use soft_kernel::{SoftKernelRequest, soft_kernel};
+pub use tools::require_user_namespaces;

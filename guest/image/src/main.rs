@@ -205,6 +205,7 @@ fn become_root() -> Result<()> {
     if std::env::var_os(INSIDE).is_some() {
         return Err(refuse("the user namespace did not make this process root").into());
     }
+    ks_image::require_user_namespaces().context("working without root needs a user namespace")?;
     let this = std::env::current_exe().context("cannot find this program's own file")?;
     let error = std::process::Command::new("unshare")
         .args(["--user", "--map-root-user", "--map-auto", "--mount", "--"])

@@ -143,9 +143,9 @@ struct Archive {
 pub(crate) fn unpack(archive: &Path, staging: &Staging, unpacked_max: u64) -> Result<Vec<String>, OciError> {
     let archive = Archive::open(archive)?;
     let (config, layers) = if archive.span("index.json").is_some() {
-        archive.from_layout()?
+        archive.read_layout()?
     } else if archive.span("manifest.json").is_some() {
-        archive.from_docker()?
+        archive.read_docker()?
     } else {
         return Err(OciError::NotAnImage);
     };
@@ -234,7 +234,7 @@ impl Archive {
         Ok(name)
     }
 
-    fn from_layout(&self) -> Result<(Config, Vec<String>), OciError> {
+    fn read_layout(&self) -> Result<(Config, Vec<String>), OciError> {
         let mut index: Index = self.document("index.json")?;
         for _ in 0..NESTING_MAX {
             let chosen = choose(index)?;
@@ -252,7 +252,7 @@ impl Archive {
     }
 
     /// `docker save` names blobs by digest only in part; the layers are checked by the configuration.
-    fn from_docker(&self) -> Result<(Config, Vec<String>), OciError> {
+    fn read_docker(&self) -> Result<(Config, Vec<String>), OciError> {
         let mut entries: Vec<DockerEntry> = self.document("manifest.json")?;
         if entries.len() != 1 {
             return Err(OciError::Several { count: entries.len() });

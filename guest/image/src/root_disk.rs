@@ -60,6 +60,8 @@ fn install_packages(staging: &Path, packages_file: &Path) -> Result<(), ImageErr
         .arg(format!("--include={}", recipe::lines(recipe::PACKAGES).join(",")))
         .args(recipe::lines(recipe::EXCLUDES).iter().map(|line| format!("--dpkgopt={line}")))
         .arg("--aptopt=Acquire::Languages \"none\"")
+        // Our hook removes the lists itself; this step fails in a user namespace.
+        .arg("--skip=cleanup/apt")
         .arg(format!("--customize-hook=sh {} \"$1\"", tools::shell_quote(script.as_os_str())))
         .arg(recipe::SUITE)
         .arg(staging)

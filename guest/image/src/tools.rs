@@ -41,6 +41,9 @@ pub(crate) const FOR_COMPILING: &[Tool] = &[
     tool("bc", "bc"),
 ];
 
+/// For working without root.
+const FOR_NAMESPACE: &[Tool] = &[tool("unshare", "util-linux"), tool("newuidmap", "uidmap"), tool("newgidmap", "uidmap")];
+
 const TAIL_LINES: usize = 15;
 
 /// Fails with the list of packages to install when any of `tools` is missing.
@@ -54,6 +57,11 @@ pub(crate) fn require(tools: &[Tool]) -> Result<(), ImageError> {
     packages.dedup();
     let programs: Vec<&str> = missing.iter().map(|t| t.program).collect();
     Err(ImageError::MissingTools { programs: programs.join(", "), packages: packages.join(" ") })
+}
+
+/// Fails when this host lacks the programs that map a user's subordinate ids into a namespace.
+pub fn require_user_namespaces() -> Result<(), ImageError> {
+    require(FOR_NAMESPACE)
 }
 
 /// Where `program` is, in PATH or the system directories that users often lack.
