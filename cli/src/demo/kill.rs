@@ -67,7 +67,7 @@ fn crash(name: &str) -> Result<Crash> {
     say(&format!("step {at_step} is done: SIGKILL to the VM and to the daemon"));
     let killed = Instant::now();
     let unix = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64());
-    ks(&["kill", name, "--with-daemon", "--no-wait"])?;
+    ks(&["kill", name, "--with-daemon"])?;
     wait("the session answers again", 120, || Ok(ks(&["exec", name, "--", "true"])?.status.success().then_some(())))?;
     let interruption_s = killed.elapsed().as_secs_f64();
     let after = steps(&log(name)?);

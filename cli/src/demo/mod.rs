@@ -2,42 +2,62 @@
 //!
 //! Nothing in the product knows the demos: the agent is a program inside the guest that a real agent could replace.
 
-mod drive;
+pub mod drive;
 mod fork;
 mod kill;
 mod repo;
 pub mod report;
 
-use clap::Subcommand;
+use crate::failure::{Failure, Res};
+use crate::output::Ctx;
+use clap::{Args, Subcommand};
 
-/// Which demonstration.
+/// Arguments of `ks demo`.
+#[derive(Debug, Args)]
+pub struct DemoArgs {
+    #[command(subcommand)]
+    which: Option<Demo>,
+}
+
+/// Which demonstration; without one, kill and then fork.
 #[derive(Debug, Clone, Subcommand)]
-pub enum Demo {
-    /// An agent works on a git repository; its VM and the daemon are killed between two steps; it goes on.
+enum Demo {
+    /// An agent works on a git repository; its VM and the daemon are killed between two steps; it goes on
     Kill {
-        /// Seconds that the stand-in agent thinks before each step.
-        #[arg(long, default_value_t = 1.5)]
+        /// Seconds that the stand-in agent thinks before each step
+        #[arg(long, default_value_t = PACE_S)]
         pace: f64,
-        /// Leave the session for a look around.
+        /// Leave the session for a look around
         #[arg(long)]
         keep: bool,
     },
-    /// One parent, three children: the same past, nothing shared after.
+    /// One parent, three children: the same past, nothing shared after
     Fork {
-        /// Leave the sessions for a look around.
+        /// Leave the sessions for a look around
         #[arg(long)]
         keep: bool,
     },
 }
 
-/// Runs one demonstration, or kill and then fork when none is named. Fails when a check of it fails.
-pub fn run(which: Option<Demo>) -> anyhow::Result<()> {
-    match which {
+/// Thinking time of the stand-in agent, seconds.
+const PACE_S: f64 = 1.5;
+
+/// Runs a demonstration; fails when a check of it fails.
+pub async fn run(args: DemoArgs, _ctx: &Ctx) -> Res<u8> {
+    let work = tokio::task::spawn_blocking(move || match args.which {
         Some(Demo::Kill { pace, keep }) => kill::run(pace, keep),
         Some(Demo::Fork { keep }) => fork::run(keep),
-        None => {
-            kill::run(1.5, false)?;
-            fork::run(false)
-        }
+        None => kill::run(PACE_S, false).and_then(|()| fork::run(false)),
+    });
+    finish("the demonstration", work.await)
+}
+
+/// The outcome of blocking work as `ks` reports it.
+pub fn finish(what: &str, outcome: Result<anyhow::Result<()>, tokio::task::JoinError>) -> Res<u8> {
+    let next = "look at `ks ls`, `ks events` and the report, then run it again";
+    match outcome {
+        Ok(Ok(())) => Ok(0),
+        Ok(Err(e)) => Err(Failure::local(format!("{what} failed"), format!("{e:#}"), next)),
+        Err(e) => Err(Failure::local(format!("{what} failed"), e, "report this")),
     }
 }

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 /// What the run depends on: host, engine, versions.
 pub fn conditions() -> Result<Value> {
-    let node = drive::json(&["doctor", "--node"]).or_else(|_| drive::json(&["version"])).unwrap_or(Value::Null);
+    let node = drive::json(&["doctor"]).unwrap_or(Value::Null);
     let read = |p: &str| std::fs::read_to_string(p).unwrap_or_default();
     let model = read("/proc/cpuinfo").lines().find_map(|l| l.strip_prefix("model name").map(|r| r.trim_start_matches([' ', '\t', ':']).to_owned()));
     let memory = read("/proc/meminfo").lines().find_map(|l| l.strip_prefix("MemTotal:").map(|r| r.trim().to_owned()));

@@ -37,7 +37,7 @@ fn no_rot_a_flipped_byte_is_refused_by_name() {
         }
         std::fs::write(p, bytes).expect("damage is written");
     }
-    let o = n.ks(&["--json", "restore", "rot", "c2", "--verify", "eager"]);
+    let o = n.ks(&["--json", "restore", "rot@c2", "--verify"]);
     let text = format!("{}{}", String::from_utf8_lossy(&o.stdout), String::from_utf8_lossy(&o.stderr));
     assert!(!o.status.success(), "a damaged checkpoint must not start: {text}");
     assert!(text.contains("corrupt"), "{text}");
@@ -132,7 +132,7 @@ fn a_crash_while_storing_leaves_the_previous_checkpoint() {
         let rows = listed.as_array().cloned().or_else(|| listed["checkpoints"].as_array().cloned()).unwrap_or_default();
         assert!(!rows.is_empty(), "{listed}");
     }
-    let o = n.ks(&["restore", "torn", "c2", "--verify", "eager"]);
+    let o = n.ks(&["restore", "torn@c2", "--verify"]);
     assert!(o.status.success(), "{}", show(&o));
     n.wait_for("torn", "running");
     assert_eq!(n.sh("torn", "cat /workspace/one"), "one");

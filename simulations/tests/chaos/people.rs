@@ -77,7 +77,7 @@ fn wrong_input_gets_an_answer_that_helps() {
         "a taken name offers attach: {}",
         show(&o)
     );
-    let o = n.ks(&["restore", "dup", "c99"]);
+    let o = n.ks(&["restore", "dup@c99"]);
     assert!(!o.status.success() && String::from_utf8_lossy(&o.stderr).contains("c99"), "{}", show(&o));
     n.remove("dup");
 }
