@@ -148,9 +148,24 @@ impl Store {
             match gap {
                 Gap::Error(e) => return Err(e),
                 Gap::Pack(_) => unreachable!("a check opens no files"),
-                Gap::Object((id, kind)) => drop(self.obtain(&id, Some(kind), keys, None)?),
+                Gap::Object((object, kind)) => match self.obtain(&object, Some(kind), keys, None) {
+                    Ok(_) => {}
+                    Err(StoreError::Lost { why, .. }) => {
+                        let needed_by = format!("the manifest {} to commit", id.short());
+                        return Err(StoreError::Missing { what: what_of(kind), id: object, needed_by, why });
+                    }
+                    Err(e) => return Err(e),
+                },
             }
         }
+    }
+}
+
+fn what_of(kind: ObjectKind) -> &'static str {
+    match kind {
+        ObjectKind::Data => "chunk",
+        ObjectKind::Segment => "segment",
+        ObjectKind::State => "state object",
     }
 }
 

@@ -5,24 +5,30 @@
 
 mod closure;
 mod error;
+mod gc;
 pub mod host;
 mod index;
 mod ingest;
 mod keys;
 mod peers;
 mod read;
+mod retention;
 mod segments;
 mod store;
 mod upload;
+mod verify;
 
 pub use error::{ObjectFault, StoreError};
+pub use gc::{COMPACT_BELOW_PERCENT, GcReport};
 pub use host::keyfile::KeyFile;
 pub use ingest::Ingested;
 pub use keys::{IMAGE_DOMAIN, KeyRing, USER_DOMAIN};
 pub use peers::{FetchedObject, NoPeers, PeerSource};
 pub use read::Located;
+pub use retention::{Kept, Retention};
 pub use store::{Store, StoreStats};
 pub use upload::{OPEN_PACKS_MAX, Upload, UploadScope};
+pub use verify::{ScrubStep, VerifyReport};
 
 #[cfg(test)]
 mod tests;

@@ -124,6 +124,15 @@ impl Store {
         }
     }
 
+    /// What is wrong with one copy: its pack's file and why; None if it is good.
+    pub(crate) fn damage(&self, c: &Spot, keys: &KeyRing) -> Result<Option<(PathBuf, String)>, StoreError> {
+        match self.try_spot(c, keys) {
+            Ok(_) => Ok(None),
+            Err(Copy::Bad { pack, why }) => Ok(Some((pack, why))),
+            Err(Copy::Error(e)) => Err(e),
+        }
+    }
+
     /// The sealed bytes of a row.
     pub(crate) fn read_stored(&self, file: &File, e: &PackEntry) -> io::Result<Vec<u8>> {
         if e.stored_len as usize > OBJECT_BYTES_MAX + SEAL_OVERHEAD {

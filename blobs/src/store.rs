@@ -84,6 +84,8 @@ pub struct Store {
     peers: RwLock<Arc<dyn PeerSource>>,
     pub(crate) segments: Mutex<SegmentCache>,
     pub(crate) collecting: Mutex<()>,
+    /// Held while a name of `packs/` or `manifests/` and its entry in `state` change together; taken before `state`.
+    naming: Mutex<()>,
     warnings: Vec<String>,
     _lock: File,
 }
@@ -136,6 +138,7 @@ impl Store {
             peers: RwLock::new(Arc::new(NoPeers)),
             segments: Mutex::new(SegmentCache::default()),
             collecting: Mutex::new(()),
+            naming: Mutex::new(()),
             warnings,
             _lock: lock,
         }))
@@ -161,6 +164,9 @@ impl Store {
     }
     pub(crate) fn state_mut(&self) -> RwLockWriteGuard<'_, State> {
         self.state.write().unwrap_or_else(PoisonError::into_inner)
+    }
+    pub(crate) fn naming(&self) -> MutexGuard<'_, ()> {
+        self.naming.lock().unwrap_or_else(PoisonError::into_inner)
     }
     pub(crate) fn segment_cache(&self) -> MutexGuard<'_, SegmentCache> {
         self.segments.lock().unwrap_or_else(PoisonError::into_inner)
@@ -236,7 +242,13 @@ impl Store {
             let file = self.disk.create(&tmp).at("create", &tmp)?;
             self.disk.append(&file, 0, bytes).at("write", &tmp)?;
             self.disk.sync(&file).at("sync", &tmp)?;
-            self.publish(&tmp, &to)
+            let _names = self.naming();
+            self.publish(&tmp, &to)?;
+            let info = ManifestInfo { bytes: bytes.len() as u64, since_ms: self.disk.now_ms() };
+            let mut s = self.state_mut();
+            s.manifests.insert(*id, info);
+            s.committed.insert(*id);
+            Ok(())
         })();
         if done.is_err() {
             let _ = self.disk.unlink(&tmp); // it is emptied at open too

@@ -7,7 +7,7 @@
 
 use crate::error::{At, StoreError};
 use crate::keys::KeyRing;
-use crate::store::{ManifestInfo, Pins, Store, read_all};
+use crate::store::{Pins, Store, read_all};
 use ks_proto::chunk::{Codec, ObjectKind};
 use ks_proto::ids::{CheckpointId, ChunkId, PackId};
 use ks_proto::manifest::Manifest;
@@ -127,10 +127,14 @@ impl Upload {
                 )));
             }
             self.store.disk.sync(&slot.file).at("sync", &slot.path)?;
+            let _names = self.store.naming();
             self.store.publish(&slot.path, &self.store.pack_path(&id))?;
             let mut s = self.store.state_mut();
             let ids: Vec<ChunkId> = index.entries.iter().map(|e| e.id).collect();
-            s.index.add(id, bytes, self.store.disk.now_ms(), Some(self.no), index);
+            // A pack of this name may be here already: the copy that was just verified has replaced its file.
+            let old = s.index.number(&id).and_then(|no| s.index.remove(no));
+            let unclaimed_by = old.map_or(Some(self.no), |o| o.unclaimed_by);
+            s.index.add(id, bytes, self.store.disk.now_ms(), unclaimed_by, index);
             s.pin(self.no, ids.iter().copied());
             Ok(())
         })();
@@ -187,9 +191,6 @@ impl Upload {
         self.store.sync_packs(&packs)?;
         self.store.write_manifest(&id, manifest_bytes)?;
         let mut s = self.store.state_mut();
-        let info = ManifestInfo { bytes: manifest_bytes.len() as u64, since_ms: self.store.disk.now_ms() };
-        s.manifests.insert(id, info);
-        s.committed.insert(id);
         packs.iter().for_each(|no| s.index.claim(*no, None));
         drop(s);
         self.reset();
@@ -215,6 +216,7 @@ impl Upload {
 
     fn reset(&self) {
         let mut gone: Vec<PathBuf> = self.slots().drain(..).map(|slot| slot.path).collect();
+        let _names = self.store.naming();
         {
             let mut s = self.store.state_mut();
             for no in s.index.unclaimed(self.no) {

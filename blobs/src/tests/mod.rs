@@ -1,4 +1,6 @@
 //! Tests of the whole store: a small writer that plays the VMM's part, a modelled disk, and the cases.
 
 mod basics;
+mod crash;
+mod disk;
 mod vmm;
