@@ -1,2 +1,66 @@
-//! Placeholder until this program lands.
-fn main() {}
+//! `ksd`: one node. `ksd --data-dir DIR` serves; `ksd supervise -- ARGS` keeps such a one running.
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+use ks_node::{daemon, supervise};
+use std::ffi::OsString;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// The KeepState node.
+#[derive(Parser)]
+#[command(name = "ksd", version, args_conflicts_with_subcommands = true)]
+struct Args {
+    #[command(subcommand)]
+    command: Option<Command>,
+    /// Data folder: state, chunk store, keys, images, run folders.
+    #[arg(long, env = "KS_DATA_DIR")]
+    data_dir: Option<PathBuf>,
+    /// Loopback address of the API; port 0 takes the last one again.
+    #[arg(long, default_value = "127.0.0.1:0")]
+    listen: SocketAddr,
+    /// Another place for api.json than the data folder.
+    #[arg(long)]
+    api_file: Option<PathBuf>,
+    /// A supervisor starts this one again when it dies.
+    #[arg(long)]
+    supervised: bool,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Start ksd with ARGS, again whenever it dies; SIGTERM is handed on.
+    Supervise {
+        /// Arguments of ksd.
+        #[arg(last = true)]
+        args: Vec<OsString>,
+    },
+}
+
+fn main() -> ExitCode {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("KS_LOG").unwrap_or_else(|_| "info".into());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    match run(Args::parse()) {
+        Ok(code) => ExitCode::from(code),
+        Err(e) => {
+            eprintln!("ksd: {e:#}");
+            ExitCode::from(supervise::CANNOT_START)
+        }
+    }
+}
+
+fn run(args: Args) -> Result<u8> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    match args.command {
+        Some(Command::Supervise { args }) => runtime.block_on(supervise::run(args)),
+        None => {
+            let data_dir = args.data_dir.ok_or_else(|| anyhow::anyhow!("--data-dir DIR is missing"))?;
+            let config = daemon::Config { data_dir, listen: args.listen, api_file: args.api_file };
+            runtime.block_on(daemon::run(config))?;
+            // Tasks that block on a disk must not hold the end up.
+            runtime.shutdown_timeout(std::time::Duration::from_secs(1));
+            Ok(0)
+        }
+    }
+}

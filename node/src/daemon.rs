@@ -1,0 +1,144 @@
+//! `ksd` itself: opens everything, serves the API, ends on SIGTERM. Running VMs stay: they are adopted by the next ksd.
+
+use crate::api::{App, router};
+use crate::host::files::{self, Layout};
+use crate::host::state::StateStore;
+use crate::host::vm::Supply;
+use crate::node::Node;
+use crate::ops::retain;
+use anyhow::{Context, Result, anyhow};
+use ks_blobs::{KeyFile, Store};
+use ks_proto::api::ApiFile;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+use tokio::net::TcpListener;
+
+/// What the command line says.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Data folder.
+    pub data_dir: PathBuf,
+    /// Address to listen on; port 0 takes the last one again if it is free.
+    pub listen: SocketAddr,
+    /// Another place for `api.json`.
+    pub api_file: Option<PathBuf>,
+}
+
+/// How long open calls may go on after SIGTERM.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// Runs until SIGTERM or SIGINT.
+///
+/// # Errors
+/// Whatever keeps the node from starting, with what to do.
+pub async fn run(config: Config) -> Result<()> {
+    if !config.listen.ip().is_loopback() {
+        return Err(anyhow!("{} is not a loopback address; the API of a lone node listens on loopback only", config.listen));
+    }
+    raise_file_limit();
+    let layout = Layout::open(&config.data_dir).map_err(|e| anyhow!(e))?;
+    let _lock = files::lock(&layout).map_err(|e| anyhow!(e))?;
+    let _ = std::fs::remove_dir_all(layout.tmp()).and_then(|()| std::fs::create_dir(layout.tmp()));
+    let supply = open_supply(&layout)?;
+    let state = StateStore::open(&layout.database()).with_context(|| format!("cannot open {}", layout.database().display()))?;
+    let token = files::token(&layout).map_err(|e| anyhow!(e))?;
+    let node = Node::new(layout.clone(), state, supply);
+    for warning in node.supply.store.warnings() {
+        node.state.event("", "store-warning", warning);
+    }
+    end_strays(&node).await;
+    let api_path = config.api_file.clone().unwrap_or_else(|| layout.api_file());
+    let listener = listen(config.listen, &api_path).await?;
+    let port = listener.local_addr()?.port();
+    node.resume_all();
+    tokio::spawn(retain::run(Arc::downgrade(&node)));
+    let url = format!("http://{}", listener.local_addr()?);
+    let api = ApiFile { url: url.clone(), token: token.clone(), pid: std::process::id() };
+    files::write_atomic(&api_path, &serde_json::to_vec_pretty(&api)?).with_context(|| format!("cannot write {}", api_path.display()))?;
+    node.state.event("", "node-up", &format!("ksd {} listens on {url}", env!("CARGO_PKG_VERSION")));
+    let app = App { node: node.clone(), token: token.into(), port };
+    serve(&node, listener, app).await
+}
+
+async fn serve(node: &Arc<Node>, listener: TcpListener, app: App) -> Result<()> {
+    let stop = {
+        let node = node.clone();
+        async move {
+            end_signal().await;
+            node.ending.store(true, Ordering::Release);
+            node.shutdown.notify_waiters();
+        }
+    };
+    let mut stopped = std::pin::pin!(node.shutdown.notified());
+    stopped.as_mut().enable();
+    let serving = axum::serve(listener, router(app)).with_graceful_shutdown(stop);
+    tokio::select! {
+        done = serving => done.context("the API ended")?,
+        // Terminals stay attached for ever: they get a short while, then the process ends.
+        () = async { stopped.await; tokio::time::sleep(GRACE).await } => {}
+    }
+    node.state.event("", "node-down", "ksd ends; running sessions stay and are adopted by the next one");
+    Ok(())
+}
+
+async fn end_signal() {
+    use tokio::signal::unix::{SignalKind, signal};
+    match (signal(SignalKind::terminate()), signal(SignalKind::interrupt())) {
+        (Ok(mut term), Ok(mut int)) => tokio::select! {
+            _ = term.recv() => {}
+            _ = int.recv() => {}
+        },
+        _ => std::future::pending().await,
+    }
+}
+
+fn open_supply(layout: &Layout) -> Result<Supply> {
+    let store = Store::open(&layout.store()).context("cannot open the chunk store")?;
+    // A key that is lost while objects are sealed under it must not be replaced in silence.
+    let fresh = store.stats().packs == 0;
+    let keys = KeyFile::in_dir(&layout.root).load_or_create(fresh).context("cannot open the key file")?;
+    Ok(Supply { store, keys })
+}
+
+/// VMs that belong to no session (a golden boot or a diff that an earlier ksd left) are ended.
+async fn end_strays(node: &Arc<Node>) {
+    let ours: Vec<String> = {
+        let state = node.state.read();
+        state.sessions.values().filter(|s| !s.tombstone).map(|s| format!("{}.", &s.id.to_hex()[..12])).collect()
+    };
+    for entry in std::fs::read_dir(node.layout.run()).into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if ours.iter().any(|o| name.starts_with(o.as_str())) {
+            continue;
+        }
+        if let Err(why) = crate::host::process::end_run_dir(&entry.path(), Duration::from_secs(15)).await {
+            node.state.event("", "process-stays", &why);
+        } else {
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+/// With port 0 the last port is taken again when it is free, so that clients which wait find the node where it was.
+async fn listen(wanted: SocketAddr, api_path: &Path) -> Result<TcpListener> {
+    if wanted.port() == 0 {
+        let last = std::fs::read(api_path).ok().and_then(|b| serde_json::from_slice::<ApiFile>(&b).ok());
+        let port = last.and_then(|a| a.url.rsplit(':').next()?.parse::<u16>().ok());
+        if let Some(port) = port
+            && let Ok(l) = TcpListener::bind(SocketAddr::new(wanted.ip(), port)).await
+        {
+            return Ok(l);
+        }
+    }
+    TcpListener::bind(wanted).await.with_context(|| format!("cannot listen on {wanted}"))
+}
+
+/// A restore may need a file for each pack.
+fn raise_file_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let now = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: now.maximum, maximum: now.maximum });
+}

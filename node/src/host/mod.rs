@@ -1,0 +1,17 @@
+//! Code that acts: sockets, processes, disk and clocks. It holds no policy.
+
+pub mod channel;
+pub mod clock;
+pub mod control;
+pub mod engine;
+pub mod files;
+pub mod golden;
+pub mod guest;
+pub mod image;
+pub mod launch;
+pub mod process;
+pub mod session;
+pub mod state;
+pub mod tar;
+pub mod upload;
+pub mod vm;

@@ -1,0 +1,146 @@
+//! Making a session: a fork of its image's golden checkpoint.
+
+use super::{describe, names};
+use crate::host::golden::{self, Shape};
+use crate::host::session::{First, SessionHandle, start};
+use crate::host::{clock, files, image};
+use crate::node::Node;
+use crate::progress::Steps;
+use crate::session::Request;
+use ks_proto::api::{ApiError, CreateSession, Session, SessionState, StartMain};
+use ks_proto::{SessionId, SessionName};
+use ks_raft::{Command, SessionParams};
+use std::sync::Arc;
+
+/// Memory of a session that does not say, MiB.
+pub const MEMORY_MIB: u64 = 2048;
+/// Seconds between cadence checkpoints of a session that does not say.
+pub const CADENCE_S: u64 = 60;
+
+fn usage(what: &str, why: String, next: &str) -> ApiError {
+    ApiError::new("usage", what, why, next)
+}
+
+fn shape(node: &Node, c: &CreateSession) -> Result<Shape, ApiError> {
+    let memory_mib = c.memory_mib.unwrap_or(MEMORY_MIB);
+    if !(128..=1 << 20).contains(&memory_mib) || memory_mib % 2 != 0 {
+        return Err(usage("the memory size", format!("{memory_mib} MiB is not an even number from 128 to 1048576"), "use --memory 2048"));
+    }
+    let vcpus = c.vcpus.unwrap_or(1);
+    if !(1..=64).contains(&vcpus) {
+        return Err(usage("the number of CPUs", format!("{vcpus} is not from 1 to 64"), "use --vcpus 1"));
+    }
+    let engine = match c.engine.as_deref() {
+        None | Some("auto" | "") => node.engine.clone()?,
+        Some(wanted) => node.facts.choose(wanted)?,
+    };
+    let image = image::find(node, c.image.as_deref().unwrap_or(image::DEFAULT))?;
+    Ok(Shape { image, memory_mib, vcpus, engine })
+}
+
+/// Runs a command of the replicated state off the async threads.
+///
+/// # Errors
+/// As the state says.
+pub async fn apply(node: &Arc<Node>, command: Command) -> Result<ks_raft::Response, ApiError> {
+    let state = node.state.clone();
+    let done = tokio::task::spawn_blocking(move || state.apply(command)).await;
+    done.unwrap_or_else(|e| Err(ApiError::new("internal", "writing the node's state", e.to_string(), "report this")))
+}
+
+/// Makes a session and waits until it runs. When the caller goes away meanwhile, nothing of it stays.
+///
+/// # Errors
+/// What was refused; nothing of it stays.
+pub async fn create(node: &Arc<Node>, c: CreateSession, steps: &Steps) -> Result<Session, ApiError> {
+    let shape = shape(node, &c)?;
+    let taken = |n: &str| node.state.read().sessions.values().any(|s| !s.tombstone && s.name.as_str() == n);
+    if let Some(n) = c.name.as_ref().filter(|n| taken(n.as_str())) {
+        let next = format!("ks attach {n} shows it; or choose another --name");
+        return Err(ApiError::new("exists", "the session cannot be made", format!("the name {n} is taken"), next));
+    }
+    let head = golden::ensure(node, &shape, steps).await?;
+    let id = SessionId(files::random());
+    let name = match &c.name {
+        Some(n) => n.clone(),
+        None => parse_name(&names::pick(files::random(), taken))?,
+    };
+    let params = SessionParams {
+        image: shape.image.name.clone(),
+        image_id: shape.image.id,
+        memory_mib: shape.memory_mib,
+        vcpus: shape.vcpus,
+        engine: shape.engine.engine,
+        profile: shape.engine.profile.clone(),
+        engine_why: shape.engine.why.clone(),
+    };
+    let command = Command::CreateSession {
+        id,
+        name,
+        owner: 0,
+        params,
+        cadence_s: c.cadence_s.unwrap_or(CADENCE_S),
+        idle_park_s: c.idle_park_s.unwrap_or(0),
+        command: None,
+        forked_from: None,
+        head,
+        now_unix_ms: clock::unix_ms(),
+    };
+    apply(node, command).await?;
+    steps.step("restoring the golden checkpoint", 0, 0);
+    let record = node.record(&id.to_hex())?;
+    let handle = start(node, &record, SessionState::Creating, First::Begin(vec![]));
+    let work = async {
+        handle.ask(Request::AwaitRunning).await?;
+        if let Some(main) = &c.main {
+            steps.step("starting the main window", 0, 0);
+            start_main(node, &handle, main).await?;
+        }
+        Ok(())
+    };
+    finish(node, &handle, work, steps).await?;
+    describe::by_id(node, &id)
+}
+
+/// Waits for `work`; when it fails or the caller goes away, the new session is removed.
+///
+/// # Errors
+/// What `work` failed with.
+pub async fn finish(
+    node: &Arc<Node>,
+    handle: &SessionHandle,
+    work: impl Future<Output = Result<(), ApiError>>,
+    steps: &Steps,
+) -> Result<(), ApiError> {
+    let result = tokio::select! {
+        r = work => r,
+        () = steps.abandoned() => Err(ApiError::new("busy", "the session was given up", "the caller went away", "run it again")),
+    };
+    if let Err(e) = result {
+        let _ = handle.ask(Request::Remove).await;
+        node.state.event("", "create-failed", &e.to_string());
+        return Err(e);
+    }
+    Ok(())
+}
+
+/// A checked name.
+///
+/// # Errors
+/// `usage`, with the rule.
+pub fn parse_name(text: &str) -> Result<SessionName, ApiError> {
+    text.parse().map_err(|e: ks_proto::ids::IdError| usage("the session's name", e.to_string(), "choose another --name"))
+}
+
+/// Starts the main window; the first checkpoint follows in the background.
+///
+/// # Errors
+/// What the guest refused.
+pub async fn start_main(node: &Arc<Node>, handle: &SessionHandle, main: &StartMain) -> Result<(), ApiError> {
+    let vm = handle.running().await?;
+    vm.guest.start_main(main).await?;
+    apply(node, Command::SetCommand { id: handle.id, command: main.command.clone() }).await?;
+    let (message, pin, freeze) = (String::new(), false, false);
+    handle.ask_quietly(Request::Checkpoint { reason: "start".into(), message, pin, freeze });
+    Ok(())
+}

@@ -1,0 +1,10 @@
+//! What the API's verbs do, in terms of records, machines and VMs.
+
+pub mod create;
+pub mod describe;
+pub mod diff;
+pub mod doctor;
+pub mod fork;
+pub mod names;
+pub mod retain;
+pub mod verbs;

@@ -1,0 +1,602 @@
+//! The session machine: what happens next in a session's life. Pure; time is an argument.
+//!
+//! ```text
+//!            Begin              Ready
+//!  Creating ───────► Starting ─────────► Running ◄──────────────┐ Ready
+//!                       ▲  │ failed for good  │ │ Lost, Kill    │
+//!                  Wake │  ▼                  │ └─────────► Recovering ──► Failed (attempts used up)
+//!     Parked, Stopped, Failed ◄───────────────┘ Park, Stop (checkpoint first)
+//!
+//!  Every start passes the same three steps, so that there are never two runs (ONE-OWNER):
+//!     EndProcess ─ProcessGone─► BeginRun ─RunBegan─► Launch ─Ready─► Running
+//! ```
+//!
+//! At most one checkpoint is being stored; requests that come meanwhile are served together by the next one.
+
+use super::input::{Answer, AskId, Checkpointed, Effect, Head, HeadKind, Input, Job, Now, Request};
+use ks_proto::RunToken;
+use ks_proto::api::{ApiError, SessionState};
+use ks_raft::Wanted;
+
+/// Times and limits.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Policy {
+    /// Milliseconds between cadence checkpoints; 0 is never.
+    pub cadence_ms: u64,
+    /// Idle milliseconds before parking; 0 is never.
+    pub idle_park_ms: u64,
+    /// Starts that may fail in a row.
+    pub attempts_max: u32,
+    /// Wait after the first failed start; doubles with each.
+    pub backoff_ms: u64,
+    /// A run this long forgives earlier failures.
+    pub stable_ms: u64,
+}
+impl Policy {
+    /// The usual limits with this cadence and idle time, in seconds.
+    pub fn new(cadence_s: u64, idle_park_s: u64) -> Self {
+        Self {
+            cadence_ms: cadence_s.saturating_mul(1000),
+            idle_park_ms: idle_park_s.saturating_mul(1000),
+            attempts_max: 5,
+            backoff_ms: 500,
+            stable_ms: 30_000,
+        }
+    }
+}
+
+/// Where a session goes when its process is gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Rest {
+    Parked,
+    Stopped,
+}
+impl Rest {
+    fn state(self) -> SessionState {
+        match self {
+            Self::Parked => SessionState::Parked,
+            Self::Stopped => SessionState::Stopped,
+        }
+    }
+    fn wanted(self) -> Wanted {
+        match self {
+            Self::Parked => Wanted::Parked,
+            Self::Stopped => Wanted::Stopped,
+        }
+    }
+    fn word(self) -> &'static str {
+        match self {
+            Self::Parked => "parked",
+            Self::Stopped => "stopped",
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Stage {
+    /// Nothing under way.
+    Still,
+    /// EndProcess asked for, then start.
+    EndingToStart,
+    /// EndProcess asked for, then rest.
+    EndingToRest(Rest),
+    /// EndProcess asked for after a failed start, then wait and try again.
+    EndingToRetry,
+    /// EndProcess asked for, then Failed with this error.
+    EndingToFail(ApiError),
+    /// EndProcess asked for, then forget.
+    EndingToForget,
+    /// BeginRun asked for.
+    Beginning,
+    /// Launch asked for.
+    Launching,
+    /// Waiting until the next attempt.
+    BackingOff { until_ms: u64 },
+}
+
+/// What follows a checkpoint that is being stored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Then {
+    Rest(Rest, Vec<AskId>),
+    Restore { to: Head, verify_eager: bool, ask: AskId },
+}
+
+/// See the module.
+#[derive(Debug, Clone)]
+pub struct Machine {
+    policy: Policy,
+    state: SessionState,
+    stage: Stage,
+    /// The run in force. // Invariant: only RunBegan changes it, and only upwards.
+    token: RunToken,
+    /// Where the next start begins.
+    head: Head,
+    verify_eager: bool,
+    attempts: u32,
+    since_ms: u64,
+    checkpoint_tried_ms: u64,
+    active_ms: u64,
+    storing: Option<Job>,
+    queued: Option<Job>,
+    then: Option<Then>,
+    /// Callers that are answered when it runs.
+    awaiting: Vec<AskId>,
+    /// Callers that are answered when its process is gone for now, or for good.
+    resting: Vec<AskId>,
+}
+
+impl Machine {
+    /// A machine for a session whose record says `state`, `token` and `head`.
+    pub fn new(policy: Policy, state: SessionState, token: RunToken, head: Head) -> Self {
+        Self {
+            policy,
+            state,
+            stage: Stage::Still,
+            token,
+            head,
+            verify_eager: false,
+            attempts: 0,
+            since_ms: 0,
+            checkpoint_tried_ms: 0,
+            active_ms: 0,
+            storing: None,
+            queued: None,
+            then: None,
+            awaiting: Vec::new(),
+            resting: Vec::new(),
+        }
+    }
+
+    /// The state that people see.
+    pub fn state(&self) -> SessionState {
+        self.state
+    }
+
+    /// When to step with Tick, on the monotonic clock.
+    pub fn deadline(&self) -> Option<u64> {
+        if let Stage::BackingOff { until_ms } = self.stage {
+            return Some(until_ms);
+        }
+        if self.state != SessionState::Running {
+            return None;
+        }
+        let cadence = (self.policy.cadence_ms > 0 && self.storing.is_none())
+            .then(|| self.checkpoint_tried_ms + self.policy.cadence_ms);
+        let idle = (self.policy.idle_park_ms > 0 && self.then.is_none()).then(|| self.active_ms + self.policy.idle_park_ms);
+        cadence.into_iter().chain(idle).min()
+    }
+
+    /// Takes one input; returns what to do, in order.
+    pub fn step(&mut self, now: Now, input: Input) -> Vec<Effect> {
+        let mut out = Vec::new();
+        match input {
+            Input::Begin => self.start(&mut out),
+            Input::Adopted => {
+                self.settle_running(now);
+                self.show(&mut out, "");
+                out.push(Effect::Event { kind: "adopted", text: format!("run {} goes on without interruption", self.token) });
+            }
+            Input::Ask(ask, request) => self.asked(now, ask, request, &mut out),
+            Input::ProcessGone => self.process_gone(now, &mut out),
+            Input::ProcessStays { why } => self.process_stays(why, &mut out),
+            Input::RunBegan { token } => self.run_began(token, &mut out),
+            Input::RunRefused { error } => self.fail(error, &mut out),
+            Input::Ready { token } => self.ready(now, token, &mut out),
+            Input::StartFailed { token, error, retry } => self.start_failed(token, error, retry, &mut out),
+            Input::Lost { token, cause } => self.lost(now, token, cause, &mut out),
+            Input::Stored { token, checkpoint } => self.stored(token, checkpoint, &mut out),
+            Input::NotStored { token, error } => self.not_stored(token, error, &mut out),
+            Input::Activity => self.active_ms = now.mono_ms,
+            Input::Policy { cadence_ms, idle_park_ms } => {
+                (self.policy.cadence_ms, self.policy.idle_park_ms) = (cadence_ms, idle_park_ms);
+            }
+            Input::Tick => self.tick(now, &mut out),
+        }
+        out
+    }
+
+    fn tick(&mut self, now: Now, out: &mut Vec<Effect>) {
+        if let Stage::BackingOff { until_ms } = self.stage {
+            if now.mono_ms >= until_ms {
+                self.start(out);
+            }
+            return;
+        }
+        if self.deadline().is_none_or(|d| now.mono_ms < d) {
+            return;
+        }
+        let idle = self.policy.idle_park_ms;
+        if idle > 0 && now.mono_ms >= self.active_ms + idle && self.then.is_none() {
+            out.push(Effect::Event { kind: "idle", text: format!("nothing happened for {} s: parking", idle / 1000) });
+            self.rest(now, Rest::Parked, None, out);
+        } else if self.storing.is_none() {
+            self.take(now, Job::quiet("cadence"), out);
+        }
+    }
+
+    fn asked(&mut self, now: Now, ask: AskId, request: Request, out: &mut Vec<Effect>) {
+        self.active_ms = now.mono_ms;
+        if self.stage == Stage::EndingToForget {
+            out.push(refuse(ask, "not-found", "the session is being removed", "wait for `ks rm` to end"));
+            return;
+        }
+        let running = self.state == SessionState::Running && self.stage == Stage::Still;
+        let resting = self.stage == Stage::Still && matches!(self.state, SessionState::Parked | SessionState::Stopped | SessionState::Failed);
+        match request {
+            Request::AwaitRunning | Request::Wake => {
+                self.awaiting.push(ask);
+                if matches!(&self.then, Some(Then::Rest(Rest::Parked, asks)) if asks.is_empty()) {
+                    self.then = None; // nobody asked for that park: it was only idle
+                }
+                if running && self.then.is_none() {
+                    self.release(out);
+                } else if resting {
+                    self.wake(out);
+                }
+            }
+            Request::Checkpoint { reason, message, pin, freeze } => {
+                let job = Job { reason, message, pin, freeze, asks: vec![ask] };
+                if resting {
+                    out.push(refuse(ask, "busy", format!("the session is {}: it changes nothing now", self.state), "wake it first: ks wake NAME"));
+                } else if running {
+                    self.take(now, job, out);
+                } else {
+                    self.enqueue(job);
+                }
+            }
+            Request::Restore { .. } if matches!(self.stage, Stage::EndingToRest(_)) => {
+                out.push(refuse(ask, "busy", "the session is being parked or stopped", "try again when it is done"));
+            }
+            Request::Restore { to, verify_eager } => {
+                let then = Then::Restore { to, verify_eager, ask };
+                if running && self.then.is_some() {
+                    out.push(refuse(ask, "busy", "another restore, park or stop is under way", "try again when it is done"));
+                } else if running {
+                    self.then = Some(then);
+                    let message = format!("before restore to {}", to.id.short());
+                    self.take(now, Job { message, ..Job::quiet("demand") }, out);
+                } else {
+                    self.restore_now(to, verify_eager, ask, out);
+                }
+            }
+            Request::Park => self.rest(now, Rest::Parked, Some(ask), out),
+            Request::Stop => self.rest(now, Rest::Stopped, Some(ask), out),
+            Request::Kill => self.kill(ask, out),
+            Request::Remove => self.remove(ask, out),
+        }
+    }
+
+    fn kill(&mut self, ask: AskId, out: &mut Vec<Effect>) {
+        if self.state != SessionState::Running || self.stage != Stage::Still {
+            out.push(refuse(ask, "busy", format!("the session is {}, so there is no VM to kill", self.state), "wait until it runs"));
+        } else if self.head.kind == HeadKind::Golden {
+            let next = "take a checkpoint first: ks checkpoint NAME";
+            out.push(refuse(ask, "never-checkpointed", "it has no checkpoint yet and would lose everything", next));
+        } else {
+            self.awaiting.push(ask);
+            let cause = "killed by request".to_owned();
+            out.push(Effect::NoteLost { cause: cause.clone() });
+            out.push(Effect::KillProcess);
+            self.recover(cause, out);
+        }
+    }
+
+    fn remove(&mut self, ask: AskId, out: &mut Vec<Effect>) {
+        self.drop_work(&gone_error("the session is being removed"), out);
+        let waiting = [std::mem::take(&mut self.awaiting), std::mem::take(&mut self.resting)];
+        for a in waiting.into_iter().flatten() {
+            out.push(refuse(a, "not-found", "the session is being removed", "nothing to do"));
+        }
+        self.resting.push(ask);
+        self.stage = Stage::EndingToForget;
+        out.push(Effect::EndProcess);
+    }
+
+    /// Park or stop: checkpoint first when there is something to keep.
+    fn rest(&mut self, now: Now, rest: Rest, ask: Option<AskId>, out: &mut Vec<Effect>) {
+        let asks: Vec<AskId> = ask.into_iter().collect();
+        if matches!(self.stage, Stage::EndingToRest(_)) {
+            self.stage = Stage::EndingToRest(rest);
+            self.resting.extend(asks);
+            return;
+        }
+        match (self.state, &mut self.then) {
+            (SessionState::Running, Some(Then::Rest(r, waiting))) if *r == rest => waiting.extend(asks),
+            (SessionState::Running, Some(_)) => {
+                for a in asks {
+                    out.push(refuse(a, "busy", "another restore, park or stop is under way", "try again when it is done"));
+                }
+            }
+            (SessionState::Running, None) => {
+                self.then = Some(Then::Rest(rest, asks));
+                let reason = if rest == Rest::Parked { "park" } else { "stop" };
+                self.take(now, Job::quiet(reason), out);
+            }
+            (SessionState::Parked | SessionState::Stopped | SessionState::Failed, _) => {
+                self.resting.extend(asks);
+                self.rested(rest, out);
+            }
+            (SessionState::Creating | SessionState::Starting | SessionState::Recovering, _) => {
+                let error = gone_error("the session was parked or stopped before it ran");
+                self.drop_work(&error, out);
+                for a in std::mem::take(&mut self.awaiting) {
+                    out.push(Effect::Reply { ask: a, result: Err(error.clone()) });
+                }
+                self.resting.extend(asks);
+                self.end_to_rest(rest, out);
+            }
+        }
+    }
+
+    fn end_to_rest(&mut self, rest: Rest, out: &mut Vec<Effect>) {
+        self.stage = Stage::EndingToRest(rest);
+        // Durable before the process ends: a node that dies in between must not bring it back.
+        self.set_wanted(rest.wanted(), "", out);
+        out.push(Effect::EndProcess);
+    }
+
+    /// Its process is gone. Somebody may have come meanwhile.
+    fn rested(&mut self, rest: Rest, out: &mut Vec<Effect>) {
+        self.stage = Stage::Still;
+        self.state = rest.state();
+        self.set_wanted(rest.wanted(), "", out);
+        out.push(Effect::Event { kind: rest.word(), text: format!("from checkpoint {} it can be woken", self.head.id.short()) });
+        self.show(out, "");
+        out.extend(std::mem::take(&mut self.resting).into_iter().map(done));
+        if !self.awaiting.is_empty() {
+            self.wake(out);
+        }
+    }
+
+    fn wake(&mut self, out: &mut Vec<Effect>) {
+        self.attempts = 0;
+        self.set_wanted(Wanted::Running, "", out);
+        self.start(out);
+    }
+
+    fn release(&mut self, out: &mut Vec<Effect>) {
+        out.extend(std::mem::take(&mut self.awaiting).into_iter().map(done));
+    }
+
+    /// Takes a checkpoint now, or with the next one if one is being stored.
+    fn take(&mut self, now: Now, job: Job, out: &mut Vec<Effect>) {
+        if self.storing.is_some() {
+            self.enqueue(job);
+            return;
+        }
+        self.checkpoint_tried_ms = now.mono_ms;
+        self.storing = Some(job.clone());
+        out.push(Effect::TakeCheckpoint { token: self.token, job });
+    }
+
+    fn enqueue(&mut self, job: Job) {
+        match &mut self.queued {
+            Some(q) => q.merge(job),
+            None => self.queued = Some(job),
+        }
+    }
+
+    fn stored(&mut self, token: RunToken, checkpoint: Checkpointed, out: &mut Vec<Effect>) {
+        if token != self.token {
+            return;
+        }
+        let Some(job) = self.storing.take() else { return };
+        self.head = Head { id: checkpoint.id, kind: HeadKind::Own };
+        out.extend(job.asks.iter().map(|&ask| Effect::Reply { ask, result: Ok(Answer::Checkpoint(checkpoint)) }));
+        self.next_job(out);
+    }
+
+    fn not_stored(&mut self, token: RunToken, error: ApiError, out: &mut Vec<Effect>) {
+        if token != self.token {
+            return;
+        }
+        let Some(job) = self.storing.take() else { return };
+        out.push(Effect::Event { kind: "checkpoint-failed", text: format!("{} ({}): {}", job.reason, error.code, error.why) });
+        out.extend(job.asks.iter().map(|&ask| Effect::Reply { ask, result: Err(error.clone()) }));
+        if self.queued.is_none() {
+            // Park, stop and restore must not throw away what could not be kept.
+            self.drop_then(&error, out);
+            self.release(out);
+        }
+        self.next_job(out);
+    }
+
+    /// After a checkpoint: the queued one, else what was to follow.
+    fn next_job(&mut self, out: &mut Vec<Effect>) {
+        if let Some(job) = self.queued.take() {
+            self.storing = Some(job.clone());
+            out.push(Effect::TakeCheckpoint { token: self.token, job });
+            return;
+        }
+        match self.then.take() {
+            None => {}
+            Some(Then::Rest(rest, asks)) => {
+                self.resting.extend(asks);
+                self.end_to_rest(rest, out);
+            }
+            Some(Then::Restore { to, verify_eager, ask }) => self.restore_now(to, verify_eager, ask, out),
+        }
+    }
+
+    fn restore_now(&mut self, to: Head, verify_eager: bool, ask: AskId, out: &mut Vec<Effect>) {
+        self.drop_work(&gone_error("the session was restored to another checkpoint"), out);
+        self.head = to;
+        self.verify_eager = verify_eager;
+        self.attempts = 0;
+        self.awaiting.push(ask);
+        self.set_wanted(Wanted::Running, "", out);
+        self.state = SessionState::Starting;
+        self.start(out);
+    }
+
+    /// First step of every start.
+    fn start(&mut self, out: &mut Vec<Effect>) {
+        if self.state != SessionState::Recovering && self.state != SessionState::Creating {
+            self.state = SessionState::Starting;
+        }
+        self.stage = Stage::EndingToStart;
+        self.show(out, "");
+        out.push(Effect::EndProcess);
+    }
+
+    fn process_gone(&mut self, now: Now, out: &mut Vec<Effect>) {
+        match std::mem::replace(&mut self.stage, Stage::Still) {
+            Stage::EndingToStart => {
+                self.stage = Stage::Beginning;
+                out.push(Effect::BeginRun { from: self.head.id });
+            }
+            Stage::EndingToRest(rest) => self.rested(rest, out),
+            Stage::EndingToRetry => {
+                let wait = self.policy.backoff_ms << (self.attempts.saturating_sub(1)).min(10);
+                self.stage = Stage::BackingOff { until_ms: now.mono_ms + wait };
+            }
+            Stage::EndingToFail(error) => self.fail(error, out),
+            Stage::EndingToForget => {
+                out.push(Effect::Forget);
+                out.extend(std::mem::take(&mut self.resting).into_iter().map(done));
+            }
+            other @ (Stage::Still | Stage::Beginning | Stage::Launching | Stage::BackingOff { .. }) => self.stage = other,
+        }
+    }
+
+    fn process_stays(&mut self, why: String, out: &mut Vec<Effect>) {
+        let error = ApiError::new(
+            "internal",
+            "the earlier VM of this session cannot be ended",
+            why,
+            "end that process by hand, then: ks wake NAME (a session never runs twice)",
+        );
+        self.fail(error, out);
+    }
+
+    fn run_began(&mut self, token: RunToken, out: &mut Vec<Effect>) {
+        assert!(token > self.token, "run tokens only rise: {token} after {}", self.token);
+        self.token = token;
+        if self.stage == Stage::Beginning {
+            self.stage = Stage::Launching;
+            out.push(Effect::Launch { token, from: self.head, verify_eager: self.verify_eager });
+        }
+    }
+
+    fn settle_running(&mut self, now: Now) {
+        self.state = SessionState::Running;
+        self.stage = Stage::Still;
+        self.verify_eager = false;
+        (self.since_ms, self.checkpoint_tried_ms, self.active_ms) = (now.mono_ms, now.mono_ms, now.mono_ms);
+    }
+
+    fn ready(&mut self, now: Now, token: RunToken, out: &mut Vec<Effect>) {
+        if token != self.token || self.stage != Stage::Launching {
+            return;
+        }
+        self.settle_running(now);
+        out.push(Effect::NoteBack { from: self.head.id });
+        self.show(out, "");
+        out.push(Effect::Event { kind: "running", text: format!("run {token} from checkpoint {}", self.head.id.short()) });
+        self.release(out);
+        if let Some(job) = self.queued.take() {
+            self.take(now, job, out);
+        }
+    }
+
+    fn start_failed(&mut self, token: RunToken, error: ApiError, retry: bool, out: &mut Vec<Effect>) {
+        if token != self.token || self.stage != Stage::Launching {
+            return;
+        }
+        self.attempts += 1;
+        out.push(Effect::Event { kind: "start-failed", text: format!("attempt {}: {error}", self.attempts) });
+        if retry && self.attempts < self.policy.attempts_max {
+            let reason = format!("attempt {} of {} failed ({}); trying again", self.attempts, self.policy.attempts_max, error.why);
+            self.show(out, &reason);
+            self.stage = Stage::EndingToRetry;
+        } else {
+            self.stage = Stage::EndingToFail(error);
+        }
+        out.push(Effect::EndProcess);
+    }
+
+    fn lost(&mut self, now: Now, token: RunToken, cause: String, out: &mut Vec<Effect>) {
+        if token != self.token || self.stage != Stage::Still || matches!(self.state, SessionState::Parked | SessionState::Stopped | SessionState::Failed) {
+            return;
+        }
+        // Short runs use up the attempts, so that a crash loop ends.
+        self.attempts = if now.mono_ms.saturating_sub(self.since_ms) >= self.policy.stable_ms { 0 } else { self.attempts + 1 };
+        if self.attempts >= self.policy.attempts_max {
+            out.push(Effect::NoteLost { cause: cause.clone() });
+            let next = "look at `ks events`, then `ks wake NAME`, or go back further: ks restore NAME@cN";
+            self.stage = Stage::EndingToFail(ApiError::new("internal", "the VM dies again and again", cause, next));
+            self.state = SessionState::Recovering;
+            out.push(Effect::EndProcess);
+            return;
+        }
+        self.recover(cause, out);
+    }
+
+    fn recover(&mut self, cause: String, out: &mut Vec<Effect>) {
+        out.push(Effect::NoteLost { cause: cause.clone() });
+        out.push(Effect::Event { kind: "lost", text: cause.clone() });
+        self.drop_work(&gone_error("the VM was lost meanwhile; that checkpoint is absent and the session comes back"), out);
+        self.state = SessionState::Recovering;
+        if self.head.kind == HeadKind::Golden {
+            let next = "nothing of it was kept: ks rm NAME and run it again";
+            let error = ApiError::new("never-checkpointed", "the VM was lost before its first checkpoint", cause, next);
+            self.stage = Stage::EndingToFail(error);
+            out.push(Effect::EndProcess);
+            return;
+        }
+        self.start(out);
+    }
+
+    /// Failed for good: a person has to look.
+    fn fail(&mut self, error: ApiError, out: &mut Vec<Effect>) {
+        self.stage = Stage::Still;
+        self.state = SessionState::Failed;
+        self.drop_work(&error, out);
+        let reason = error.to_string();
+        self.set_wanted(Wanted::Failed, &reason, out);
+        out.push(Effect::Event { kind: "failed", text: reason.clone() });
+        self.show(out, &reason);
+        let waiting = [std::mem::take(&mut self.awaiting), std::mem::take(&mut self.resting)];
+        for ask in waiting.into_iter().flatten() {
+            out.push(Effect::Reply { ask, result: Err(error.clone()) });
+        }
+    }
+
+    /// Refuses everything that waits for a checkpoint of this run.
+    fn drop_work(&mut self, error: &ApiError, out: &mut Vec<Effect>) {
+        let jobs = [self.storing.take(), self.queued.take()];
+        for ask in jobs.into_iter().flatten().flat_map(|j| j.asks) {
+            out.push(Effect::Reply { ask, result: Err(error.clone()) });
+        }
+        self.drop_then(error, out);
+    }
+
+    fn drop_then(&mut self, error: &ApiError, out: &mut Vec<Effect>) {
+        let asks = match self.then.take() {
+            None => vec![],
+            Some(Then::Rest(_, asks)) => asks,
+            Some(Then::Restore { ask, .. }) => vec![ask],
+        };
+        out.extend(asks.into_iter().map(|ask| Effect::Reply { ask, result: Err(error.clone()) }));
+    }
+
+    fn set_wanted(&self, wanted: Wanted, reason: &str, out: &mut Vec<Effect>) {
+        out.push(Effect::SetWanted { wanted, reason: reason.into() });
+    }
+
+    fn show(&self, out: &mut Vec<Effect>, reason: &str) {
+        out.push(Effect::Show { state: self.state, reason: reason.into() });
+    }
+}
+
+fn done(ask: AskId) -> Effect {
+    Effect::Reply { ask, result: Ok(Answer::Done) }
+}
+
+fn refuse(ask: AskId, code: &str, why: impl Into<String>, next: &str) -> Effect {
+    Effect::Reply { ask, result: Err(ApiError::new(code, "this cannot be done now", why, next)) }
+}
+
+fn gone_error(why: &str) -> ApiError {
+    ApiError::new("busy", "the request was given up", why, "try again")
+}
