@@ -46,13 +46,8 @@ impl Store {
     /// The references of a segment, verified.
     pub(crate) fn segment(self: &Arc<Self>, id: &ChunkId, keys: &KeyRing) -> Result<Arc<Vec<ChunkId>>, StoreError> {
         // The cache must not open what the key ring cannot.
-        let domain = {
-            let s = self.state();
-            s.index.find(id, ObjectKind::Segment).and_then(|(p, _)| s.index.pack(p.pack)).map(|p| p.domain)
-        };
-        if domain.is_some_and(|d| keys.get(d).is_some())
-            && let Some(refs) = self.segment_cache().get(id)
-        {
+        let ours = self.state().index.find(id, ObjectKind::Segment, |d| keys.get(d).is_some()).is_some();
+        if ours && let Some(refs) = self.segment_cache().get(id) {
             return Ok(refs);
         }
         let found = self.obtain(id, Some(ObjectKind::Segment), keys, None)?;
@@ -74,7 +69,7 @@ impl Store {
         self.complete(
             |s| {
                 let packs = check(&s.index, id, &m, &needs, keys)?;
-                self.plan_of(s, &needs, &packs)
+                self.plan_of(s, &needs, &packs, keys)
             },
             keys,
         )
@@ -101,7 +96,7 @@ impl Store {
         }
     }
 
-    fn plan_of(&self, s: &State, needs: &[Need], packs: &BTreeSet<PackNo>) -> Result<(Plan, Vec<File>), Gap> {
+    fn plan_of(&self, s: &State, needs: &[Need], packs: &BTreeSet<PackNo>, keys: &KeyRing) -> Result<(Plan, Vec<File>), Gap> {
         let mut files = Vec::with_capacity(packs.len());
         let mut order: BTreeMap<PackNo, u32> = BTreeMap::new();
         for no in packs {
@@ -117,7 +112,7 @@ impl Store {
         let rows = needs
             .iter()
             .map(|(id, kind)| {
-                let (place, entry) = s.index.find(id, *kind).expect("checked under the same lock");
+                let (place, entry) = s.index.find(id, *kind, |d| keys.get(d).is_some()).expect("checked under the same lock");
                 let domain = s.index.pack(place.pack).expect("a place has its pack").domain;
                 PlanRow { entry: *entry, pack: order[&place.pack], domain }
             })
@@ -183,21 +178,20 @@ impl State {
 
 /// Checks that every need has a place of the right kind, size and domain. Returns the packs.
 fn check(index: &Index, id: &CheckpointId, m: &Manifest, needs: &[Need], keys: &KeyRing) -> Result<BTreeSet<PackNo>, Gap> {
+    let ours = |domain| keys.get(domain).is_some();
     let mut packs = BTreeSet::new();
     let mut last = None;
     for need in needs {
-        let Some((place, entry)) = index.find(&need.0, need.1) else { return Err(Gap::Object(*need)) };
+        // Not found, or only under keys that are not at hand: reading it tells which.
+        let Some((place, entry)) = index.find(&need.0, need.1, ours) else { return Err(Gap::Object(*need)) };
         if last != Some(place.pack) {
-            let domain = index.pack(place.pack).expect("a place has its pack").domain;
-            if keys.get(domain).is_none() {
-                return Err(Gap::Error(StoreError::NoKey { domain, what: format!("chunk {}", need.0) }));
-            }
             packs.insert(place.pack);
             last = Some(place.pack);
         }
         check_size(id, entry).map_err(Gap::Error)?;
     }
-    let state: u64 = m.state.iter().filter_map(|s| index.find(s, ObjectKind::State)).map(|(_, e)| u64::from(e.plain_len)).sum();
+    let state =
+        m.state.iter().filter_map(|s| index.find(s, ObjectKind::State, ours)).map(|(_, e)| u64::from(e.plain_len)).sum::<u64>();
     if state != m.state_bytes {
         let why = format!("its state objects hold {state} bytes where {} are promised", m.state_bytes);
         return Err(Gap::Error(StoreError::Refused { what: "manifest", why }));

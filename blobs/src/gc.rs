@@ -13,12 +13,17 @@ use crate::keys::KeyRing;
 use crate::store::{State, Store};
 use crate::upload::Upload;
 use ks_proto::ids::{CheckpointId, ChunkId};
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError};
 
 /// Packs with fewer live bytes than this share are compacted, in percent.
 pub const COMPACT_BELOW_PERCENT: u64 = 50;
+
+/// Packs below this size are small.
+pub const SMALL_PACK_BYTES: u64 = 4 * 1024 * 1024;
+/// So many small packs of one domain are merged: a session's minutes should not need one descriptor each.
+pub const MERGE_AT: usize = 32;
 
 /// What a collection did.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -27,7 +32,7 @@ pub struct GcReport {
     pub manifests_removed: u64,
     /// Packs removed because nothing in them was needed.
     pub packs_removed: u64,
-    /// Packs replaced by smaller ones.
+    /// Packs whose needed objects were copied into others.
     pub packs_compacted: u64,
     /// Bytes by which the store shrank.
     pub bytes_freed: u64,
@@ -126,10 +131,14 @@ impl Store {
     }
 
     fn drop_dead_packs(&self, live: &HashSet<ChunkId>, old_enough: u64, report: &mut GcReport) -> Result<(), StoreError> {
-        let (packs, bytes) = self.forget(|s| {
+        let dead = |s: &State, no: PackNo| live_bytes(s, no, live) == 0 && !last_trace(s, no, live);
+        let found: Vec<PackNo> = {
+            let s = self.state();
             let old = s.index.packs().filter(|(_, p)| p.since_ms < old_enough && p.unclaimed_by.is_none());
-            old.filter(|(no, _)| live_bytes(s, *no, live) == 0 && !last_trace(s, *no, live)).map(|(no, _)| no).collect()
-        })?;
+            old.map(|(no, _)| no).filter(|no| dead(&s, *no)).collect()
+        };
+        // Looked at again, now that nobody can come to need one.
+        let (packs, bytes) = self.forget(|s| found.iter().copied().filter(|no| dead(s, *no)).collect())?;
         report.packs_removed += packs;
         report.bytes_freed += bytes;
         Ok(())
@@ -142,14 +151,7 @@ impl Store {
         old_enough: u64,
         report: &mut GcReport,
     ) -> Result<(), StoreError> {
-        let (sparse, domains): (Vec<PackNo>, BTreeSet<u32>) = {
-            let s = self.state();
-            let old = s.index.packs().filter(|(_, p)| p.since_ms < old_enough && p.unclaimed_by.is_none());
-            let sparse = old.filter(|(no, p)| {
-                !last_trace(&s, *no, live) && live_bytes(&s, *no, live) * 100 < p.bytes * COMPACT_BELOW_PERCENT
-            });
-            sparse.map(|(no, p)| (no, p.domain)).unzip()
-        };
+        let (sparse, domains) = choose(&self.state(), live, old_enough);
         for domain in domains {
             self.compact_domain(domain, &sparse, live, keys, report)?;
         }
@@ -219,9 +221,34 @@ fn needed(s: &State, id: &ChunkId, live: &HashSet<ChunkId>) -> bool {
     live.contains(id) || s.touched.as_ref().is_some_and(|t| t.contains(id))
 }
 
-/// True if this place is the one from which a needed object is served.
+/// Packs to rewrite: those with little left, and small ones once there are many. With their domains.
+fn choose(s: &State, live: &HashSet<ChunkId>, old_enough: u64) -> (Vec<PackNo>, BTreeSet<u32>) {
+    let old = s.index.packs().filter(|(_, p)| p.since_ms < old_enough && p.unclaimed_by.is_none());
+    let mut small: BTreeMap<u32, Vec<PackNo>> = BTreeMap::new();
+    let (mut chosen, mut domains) = (Vec::new(), BTreeSet::new());
+    for (no, p) in old.filter(|(no, _)| !last_trace(s, *no, live)) {
+        let all: u64 = p.rows.iter().map(|e| u64::from(e.stored_len)).sum();
+        if live_bytes(s, no, live) * 100 < all * COMPACT_BELOW_PERCENT {
+            chosen.push(no);
+            domains.insert(p.domain);
+        } else if p.bytes < SMALL_PACK_BYTES {
+            small.entry(p.domain).or_default().push(no);
+        }
+    }
+    for (domain, nos) in small {
+        if nos.len() >= MERGE_AT {
+            chosen.extend(nos);
+            domains.insert(domain);
+        }
+    }
+    chosen.sort_unstable();
+    (chosen, domains)
+}
+
+/// True if this place is the one from which a needed object of its domain is served.
 fn serves(s: &State, place: Place, id: &ChunkId, live: &HashSet<ChunkId>) -> bool {
-    needed(s, id, live) && s.index.places(id).next() == Some(place)
+    let domain = |p: Place| s.index.pack(p.pack).map(|i| i.domain);
+    needed(s, id, live) && s.index.places(id).find(|p| domain(*p) == domain(place)) == Some(place)
 }
 
 fn live_bytes(s: &State, no: PackNo, live: &HashSet<ChunkId>) -> u64 {

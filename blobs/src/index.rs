@@ -113,9 +113,12 @@ impl Index {
     pub fn row(&self, place: Place) -> Option<&PackEntry> {
         self.packs.get(&place.pack)?.rows.get(place.row as usize)
     }
-    /// The first place of `id` whose row is of `kind`.
-    pub fn find(&self, id: &ChunkId, kind: ObjectKind) -> Option<(Place, &PackEntry)> {
-        self.places(id).find_map(|p| self.row(p).filter(|e| e.kind == kind).map(|e| (p, e)))
+    /// The first place of `id` whose row is of `kind` and whose pack is of a domain that `ours` accepts.
+    pub fn find(&self, id: &ChunkId, kind: ObjectKind, ours: impl Fn(u32) -> bool) -> Option<(Place, &PackEntry)> {
+        self.places(id).find_map(|p| {
+            let pack = self.packs.get(&p.pack).filter(|i| ours(i.domain))?;
+            pack.rows.get(p.row as usize).filter(|e| e.kind == kind).map(|e| (p, e))
+        })
     }
     /// All places of `id`.
     pub fn places(&self, id: &ChunkId) -> impl Iterator<Item = Place> + '_ {

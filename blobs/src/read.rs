@@ -4,11 +4,11 @@ use crate::error::{At, StoreError};
 use crate::index::{Index, Place};
 use crate::keys::KeyRing;
 use crate::peers::FetchedObject;
-use crate::store::{Store, THIS_NODE};
+use crate::store::{Store, THIS_NODE, read_all};
 use crate::upload::Upload;
 use ks_proto::chunk::{OBJECT_BYTES_MAX, ObjectKind, SEAL_OVERHEAD};
 use ks_proto::ids::{ChunkId, PackId};
-use ks_proto::pack::PackEntry;
+use ks_proto::pack::{PACK_BYTES_MAX, PackEntry};
 use std::fs::File;
 use std::io;
 use std::path::PathBuf;
@@ -113,10 +113,15 @@ impl Store {
 
     fn try_spot(&self, c: &Spot, keys: &KeyRing) -> Result<Located, Copy> {
         let path = self.pack_path(&c.pack);
+        let file = self.disk.open(&path).map_err(|e| sort_read_error("open", &path, e))?;
         let Some(key) = keys.get(c.domain) else {
+            // The domain stands in the header, which only the pack's own hash covers.
+            let whole = read_all(&*self.disk, &file, &path, PACK_BYTES_MAX as u64).map_err(Copy::Error)?;
+            if blake3::hash(&whole).as_bytes() != &c.pack.0 {
+                return Err(Copy::Bad { pack: path, why: "the pack's bytes do not match its name".into() });
+            }
             return Err(Copy::Error(StoreError::NoKey { domain: c.domain, what: format!("chunk {}", c.entry.id) }));
         };
-        let file = self.disk.open(&path).map_err(|e| sort_read_error("open", &path, e))?;
         let stored = self.read_stored(&file, &c.entry).map_err(|e| sort_read_error("read", &path, e))?;
         match c.entry.open(key, &stored) {
             Ok(plain) => Ok(Located { entry: c.entry, pack: c.pack, domain: c.domain, file, plain }),

@@ -43,9 +43,13 @@ struct Model {
     held: Vec<File>,
 }
 
+/// Something that happens in the middle of an operation.
+type Hook = Box<dyn FnOnce() + Send>;
+
 pub struct ModelDisk {
     root: PathBuf,
     model: Mutex<Model>,
+    hook: Mutex<Option<Hook>>,
 }
 
 impl ModelDisk {
@@ -55,7 +59,11 @@ impl ModelDisk {
         if root.exists() {
             settle(root, &mut m);
         }
-        Self { root: root.to_owned(), model: Mutex::new(m) }
+        Self { root: root.to_owned(), model: Mutex::new(m), hook: Mutex::new(None) }
+    }
+    /// Runs `hook` in the next creation of a file, before it.
+    pub fn at_next_create(&self, hook: impl FnOnce() + Send + 'static) {
+        *self.hook.lock().unwrap() = Some(Box::new(hook));
     }
     pub fn stopped(&self) -> bool {
         self.model.lock().unwrap().stopped
@@ -190,6 +198,10 @@ fn rebuild(m: &Model, crash: Crash, toss: &mut impl FnMut() -> bool, from: &Path
 
 impl Disk for ModelDisk {
     fn create(&self, path: &Path) -> io::Result<File> {
+        let hook = self.hook.lock().unwrap().take();
+        if let Some(hook) = hook {
+            hook();
+        }
         let mut m = self.model.lock().unwrap();
         self.step(&mut m, || ())?;
         Self::space(&mut m)?;
