@@ -57,7 +57,8 @@ pub async fn run(config: Config) -> Result<()> {
     tokio::spawn(retain::run(Arc::downgrade(&node)));
     let url = format!("http://{}", listener.local_addr()?);
     let api = ApiFile { url: url.clone(), token: token.clone(), pid: std::process::id() };
-    files::write_atomic(&api_path, &serde_json::to_vec_pretty(&api)?).with_context(|| format!("cannot write {}", api_path.display()))?;
+    files::write_atomic(&api_path, &serde_json::to_vec_pretty(&api)?)
+        .with_context(|| format!("cannot write {}", api_path.display()))?;
     node.state.event("", "node-up", &format!("ksd {} listens on {url}", env!("CARGO_PKG_VERSION")));
     let app = App { node: node.clone(), token: token.into(), port };
     serve(&node, listener, app).await

@@ -70,8 +70,9 @@ impl Node {
             engine: engine.engine,
             profile: engine.profile,
             engine_why: engine.why,
-            warning: "one node: every checkpoint has one copy, on this disk. If the disk or the host is lost, so are the sessions."
-                .into(),
+            warning:
+                "one node: every checkpoint has one copy, on this disk. If the disk or the host is lost, so are the sessions."
+                    .into(),
         }
     }
 

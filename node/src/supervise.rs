@@ -19,7 +19,8 @@ impl Backoff {
     pub fn after(&mut self, ran: Duration) -> Duration {
         self.failures = if ran > Duration::from_secs(10) { 0 } else { self.failures + 1 };
         // The first restart is at once: somebody may be waiting for a session to come back.
-        Duration::from_millis(if self.failures <= 1 { 0 } else { 100u64 << (self.failures - 2).min(6) }).min(Duration::from_secs(5))
+        Duration::from_millis(if self.failures <= 1 { 0 } else { 100u64 << (self.failures - 2).min(6) })
+            .min(Duration::from_secs(5))
     }
 }
 

@@ -18,7 +18,8 @@ pub async fn check(State(app): State<App>, request: Request, next: Next) -> Resp
 }
 
 fn allowed(headers: &HeaderMap, port: u16, token: &str) -> Result<(), ApiError> {
-    let refuse = |why: &str| ApiError::new("not-allowed", "the node refuses the request", why, "use the url and token of api.json");
+    let refuse =
+        |why: &str| ApiError::new("not-allowed", "the node refuses the request", why, "use the url and token of api.json");
     let text = |name| headers.get(name).and_then(|v| v.to_str().ok());
     if !text(header::HOST).is_some_and(|h| is_own(h, port)) {
         return Err(refuse("its Host header does not name this node"));

@@ -38,7 +38,8 @@ pub async fn import(State(app): State<App>, Needed(i): Needed<ImageImport>) -> R
         (None, Some(d)) => ["--root-dir".to_owned(), d.clone()],
         _ => {
             let why = "exactly one of an OCI archive and a root directory is needed";
-            return Refused(ApiError::new("usage", "the import", why, "ks image import --oci FILE | --root-dir DIR")).into_response();
+            return Refused(ApiError::new("usage", "the import", why, "ks image import --oci FILE | --root-dir DIR"))
+                .into_response();
         }
     };
     let mut args = vec!["import".to_owned()];

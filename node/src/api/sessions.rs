@@ -8,7 +8,8 @@ use axum::Json;
 use axum::extract::{Path, Query, State};
 use axum::response::{IntoResponse, Response};
 use ks_proto::api::{
-    ApiError, Checkpoint, CreateSession, Diff, DoctorReport, Fork, Kill, NodeInfo, Restore, Session, StartMain, TakeCheckpoint, Tree,
+    ApiError, Checkpoint, CreateSession, Diff, DoctorReport, Fork, Kill, NodeInfo, Restore, Session, StartMain, TakeCheckpoint,
+    Tree,
 };
 use ks_proto::control::VmStats;
 
@@ -96,7 +97,8 @@ pub async fn stats(State(app): State<App>, Path(name): Name) -> Answered<VmStats
     let (_, handle) = app.node.session(&name)?;
     let vm = handle.view.borrow().vm.clone();
     let state = handle.view.borrow().state;
-    let vm = vm.ok_or_else(|| ApiError::new("busy", "there is no VM to measure", format!("the session is {state}"), "wake it first"))?;
+    let vm =
+        vm.ok_or_else(|| ApiError::new("busy", "there is no VM to measure", format!("the session is {state}"), "wake it first"))?;
     Ok(Json(vm.stats().await?))
 }
 

@@ -199,7 +199,10 @@ impl FrameReader {
         let frame: Frame = serde_json::from_slice(&self.bytes[4..4 + len])?;
         self.bytes.drain(..4 + len);
         let count = match &frame {
-            Frame::Request { fds, .. } | Frame::Reply { fds, .. } | Frame::HostRequest { fds, .. } | Frame::HostReply { fds, .. } => *fds,
+            Frame::Request { fds, .. }
+            | Frame::Reply { fds, .. }
+            | Frame::HostRequest { fds, .. }
+            | Frame::HostReply { fds, .. } => *fds,
             Frame::Event { .. } => 0,
         } as usize;
         if count > self.fds.len() {

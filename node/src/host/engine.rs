@@ -58,7 +58,9 @@ impl HostFacts {
         let missing = |what: &str, why: String, next: &str| ApiError::new("engine-missing", what, why, next);
         match wanted {
             "kvm" => {
-                self.kvm.clone().map_err(|why| missing("the kvm engine", why, "enable virtualization, join the group kvm, or use --engine qemu"))?;
+                self.kvm.clone().map_err(|why| {
+                    missing("the kvm engine", why, "enable virtualization, join the group kvm, or use --engine qemu")
+                })?;
                 Ok(self.kvm_choice("it was asked for"))
             }
             "qemu" => Ok(self.qemu_choice("it was asked for")?),
@@ -68,7 +70,9 @@ impl HostFacts {
                 }
                 let why = match &self.kvm {
                     Err(why) => format!("no usable KVM ({why})"),
-                    Ok(()) if self.software_kvm => "KVM is done in software here, where an ordinary guest is quicker under QEMU".into(),
+                    Ok(()) if self.software_kvm => {
+                        "KVM is done in software here, where an ordinary guest is quicker under QEMU".into()
+                    }
                     Ok(()) => "the processor shows no VMX or SVM".into(),
                 };
                 match self.qemu_choice(&why) {

@@ -80,7 +80,11 @@ pub fn lock(layout: &Layout) -> Result<File, String> {
     if rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_err() {
         let mut pid = String::new();
         let _ = file.read_to_string(&mut pid);
-        return Err(format!("another ksd (process {}) uses {}; stop it first, or give --data-dir another folder", pid.trim(), layout.root.display()));
+        return Err(format!(
+            "another ksd (process {}) uses {}; stop it first, or give --data-dir another folder",
+            pid.trim(),
+            layout.root.display()
+        ));
     }
     let _ = file.set_len(0);
     let _ = write!(file, "{}", std::process::id());

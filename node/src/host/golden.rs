@@ -78,7 +78,8 @@ pub async fn ensure(node: &Arc<Node>, shape: &Shape, steps: &Steps) -> Result<Ch
     if let Some(id) = shape.find(node) {
         return Ok(id);
     }
-    let key = (shape.image.id.to_hex(), shape.memory_mib, shape.vcpus, format!("{}/{}", shape.engine.engine, shape.engine.version));
+    let key =
+        (shape.image.id.to_hex(), shape.memory_mib, shape.vcpus, format!("{}/{}", shape.engine.engine, shape.engine.version));
     let lock = node.golden.locks.lock().unwrap_or_else(PoisonError::into_inner).entry(key).or_default().clone();
     steps.step("waiting for the image's first boot", 0, 0);
     let _one = lock.lock().await;
@@ -131,7 +132,8 @@ async fn make(node: &Arc<Node>, shape: &Shape, steps: &Steps) -> Result<Checkpoi
 async fn capture(vm: &Arc<LiveVm>, steps: &Steps) -> Result<CheckpointId, ApiError> {
     let info = vm.guest.hello(HELLO_BOOTED).await?;
     if info.clocksource != "tsc" {
-        let why = format!("the guest's clocksource is {:?}, whose clock would jump at a restore; it must be tsc", info.clocksource);
+        let why =
+            format!("the guest's clocksource is {:?}, whose clock would jump at a restore; it must be tsc", info.clocksource);
         let next = "boot the kernel with tsc=reliable tsc_early_khz=<host kHz>";
         return Err(ApiError::new("incompatible", "this image cannot be checkpointed", why, next));
     }

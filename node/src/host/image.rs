@@ -114,7 +114,9 @@ pub async fn take_in(node: &Arc<Node>, name: &str, dir: &Path, steps: &Steps) ->
 }
 
 fn take_in_now(node: &Arc<Node>, name: &str, dir: &Path, steps: &Steps) -> Result<Image, ApiError> {
-    let bad = |what: String, e: &dyn std::fmt::Display| ApiError::new("usage", what, e.to_string(), "build the image again: ks image build");
+    let bad = |what: String, e: &dyn std::fmt::Display| {
+        ApiError::new("usage", what, e.to_string(), "build the image again: ks image build")
+    };
     let json = dir.join("image.json");
     let text = std::fs::read_to_string(&json).map_err(|e| bad(format!("cannot read {}", json.display()), &e))?;
     let info: Info = serde_json::from_str(&text).map_err(|e| bad(format!("{} is not an image's", json.display()), &e))?;
@@ -208,7 +210,8 @@ pub fn listed(node: &Node, i: &ImageRecord) -> Image {
 pub fn find(node: &Node, name: &str) -> Result<ImageRecord, ApiError> {
     node.state.read().images.get(name).cloned().ok_or_else(|| {
         let why = format!("there is no image {name:?} on this node");
-        let next = if name == DEFAULT { "make it: ks image build (about two minutes)" } else { "ks image ls shows what there is" };
+        let next =
+            if name == DEFAULT { "make it: ks image build (about two minutes)" } else { "ks image ls shows what there is" };
         ApiError::new("not-found", "the image is not there", why, next)
     })
 }

@@ -58,7 +58,10 @@ fn all_pids() -> impl Iterator<Item = u32> {
 
 /// Live members of a process group.
 fn of_group(pgid: u32) -> Vec<Proc> {
-    all_pids().filter(|p| stat(*p).is_some_and(|(state, group, _)| group == pgid && !is_dead(state))).filter_map(Proc::of).collect()
+    all_pids()
+        .filter(|p| stat(*p).is_some_and(|(state, group, _)| group == pgid && !is_dead(state)))
+        .filter_map(Proc::of)
+        .collect()
 }
 
 /// SIGKILL to the process and, when it leads one, to its whole group.
@@ -103,7 +106,10 @@ pub async fn wait_dead(p: Proc) {
     if !p.alive() {
         return;
     }
-    #[expect(deprecated, reason = "its replacement is unsafe; an OwnedFd stays open for as long as the AsyncFd, which is all it asks")]
+    #[expect(
+        deprecated,
+        reason = "its replacement is unsafe; an OwnedFd stays open for as long as the AsyncFd, which is all it asks"
+    )]
     let watched = tokio::io::unix::AsyncFd::<OwnedFd>::new(fd);
     if let Ok(fd) = watched {
         let _ = fd.readable().await;

@@ -185,7 +185,9 @@ fn replay(db: &Database) -> Result<(FleetState, u64, u64), StateError> {
 pub fn refusal(r: Refusal) -> ApiError {
     let why = r.to_string();
     let (code, what, next) = match r {
-        Refusal::NameTaken { .. } => ("exists", "the session cannot be made", "choose another --name, or `ks attach` to that one"),
+        Refusal::NameTaken { .. } => {
+            ("exists", "the session cannot be made", "choose another --name, or `ks attach` to that one")
+        }
         Refusal::IdTaken { .. } => ("exists", "the session cannot be made", "try again"),
         Refusal::NoSession { .. } => ("not-found", "the session is not there", "ks ls shows what there is"),
         Refusal::NoCheckpoint { .. } => ("not-found", "the checkpoint is not there", "ks checkpoints NAME shows what there is"),

@@ -128,7 +128,8 @@ impl Uploader {
         };
         let fd = fds.into_iter().next().ok_or_else(|| bad("no manifest came along".into()))?;
         let bytes = super::files::read_fd(fd, MANIFEST_BYTES_MAX).map_err(|e| bad(e.to_string()))?;
-        let manifest = Manifest::decode(&bytes).map_err(|e| Fault::new("corrupt", "the manifest", e.to_string(), "report this"))?;
+        let manifest =
+            Manifest::decode(&bytes).map_err(|e| Fault::new("corrupt", "the manifest", e.to_string(), "report this"))?;
         if manifest.machine.is_none() {
             return Err(bad("its manifest has no machine".into()));
         }
@@ -195,4 +196,3 @@ impl Uploader {
 fn store_fault(e: &StoreError) -> Fault {
     Fault::new(e.code(), "the chunk store", e.to_string(), "the session runs on; see ksd's log")
 }
-

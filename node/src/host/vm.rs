@@ -6,7 +6,9 @@ use super::process::{self, Proc};
 use super::upload::{Sink, Uploader};
 use ks_blobs::{KeyRing, Store};
 use ks_proto::api::ApiError;
-use ks_proto::control::{FRAME_FDS_MAX, Fault, KeyMaterial, PROTOCOL, VmConfig, VmPhase, VmStats, VmmEvent, VmmReply, VmmRequest};
+use ks_proto::control::{
+    FRAME_FDS_MAX, Fault, KeyMaterial, PROTOCOL, VmConfig, VmPhase, VmStats, VmmEvent, VmmReply, VmmRequest,
+};
 use ks_proto::{CheckpointId, RunToken};
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -167,7 +169,9 @@ fn make_run_dir(dir: &Path) -> Result<(), ApiError> {
         use std::os::unix::fs::DirBuilderExt;
         std::fs::DirBuilder::new().mode(0o700).recursive(true).create(dir)
     })
-    .map_err(|e| ApiError::new("internal", format!("cannot make the run folder {}", dir.display()), e.to_string(), "check the data folder"))
+    .map_err(|e| {
+        ApiError::new("internal", format!("cannot make the run folder {}", dir.display()), e.to_string(), "check the data folder")
+    })
 }
 
 /// Collects the child's exit so that it is no zombie, and tells.
@@ -183,7 +187,10 @@ fn reap(mut child: tokio::process::Child) -> watch::Receiver<Option<String>> {
     rx
 }
 
-async fn connect(dir: &Path, mut exited: watch::Receiver<Option<String>>) -> Result<(Control, mpsc::Receiver<Incoming>), ApiError> {
+async fn connect(
+    dir: &Path,
+    mut exited: watch::Receiver<Option<String>>,
+) -> Result<(Control, mpsc::Receiver<Incoming>), ApiError> {
     let socket = dir.join("control.sock");
     let end = tokio::time::Instant::now() + START_DEADLINE;
     loop {
@@ -267,8 +274,16 @@ async fn serve(
 
 impl LiveVm {
     /// Keys, packs, then the start itself.
-    async fn begin(mut self, supply: &Supply, spec: &Spec, plan: &[u8], packs: &[File], manifest: &[u8]) -> Result<Self, ApiError> {
-        let io = |e: std::io::Error| ApiError::new("internal", "cannot prepare the VM", e.to_string(), "check memory and open files");
+    async fn begin(
+        mut self,
+        supply: &Supply,
+        spec: &Spec,
+        plan: &[u8],
+        packs: &[File],
+        manifest: &[u8],
+    ) -> Result<Self, ApiError> {
+        let io =
+            |e: std::io::Error| ApiError::new("internal", "cannot prepare the VM", e.to_string(), "check memory and open files");
         let keys = supply.keys.iter().map(|k| KeyMaterial { domain: k.domain(), master_hex: hex::encode(k.master()) }).collect();
         let control = self.control.clone();
         control.order(VmmRequest::Keys { keys, write_domain: spec.write_domain }, &[], ORDER_DEADLINE).await.map_err(fault)?;
@@ -323,7 +338,8 @@ impl LiveVm {
     /// # Errors
     /// Why it cannot be taken over.
     pub async fn adopt(supply: &Supply, dir: &Path, spec: &Spec, base: CheckpointId, sink: Sink) -> Result<Self, String> {
-        let (control, incoming) = Control::connect(&dir.join("control.sock")).await.map_err(|e| format!("its process is gone ({e})"))?;
+        let (control, incoming) =
+            Control::connect(&dir.join("control.sock")).await.map_err(|e| format!("its process is gone ({e})"))?;
         let g = hello(&control).await.map_err(|e| e.why)?;
         let config = g.config.ok_or("its process holds no VM")?;
         if config.token != spec.config.token || config.session != spec.config.session {
@@ -369,5 +385,10 @@ impl LiveVm {
 }
 
 fn image_file(path: &Path, e: &std::io::Error) -> ApiError {
-    ApiError::new("not-found", format!("cannot open the image's file {}", path.display()), e.to_string(), "build the image again: ks image build")
+    ApiError::new(
+        "not-found",
+        format!("cannot open the image's file {}", path.display()),
+        e.to_string(),
+        "build the image again: ks image build",
+    )
 }

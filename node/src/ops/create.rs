@@ -24,7 +24,11 @@ fn usage(what: &str, why: String, next: &str) -> ApiError {
 fn shape(node: &Node, c: &CreateSession) -> Result<Shape, ApiError> {
     let memory_mib = c.memory_mib.unwrap_or(MEMORY_MIB);
     if !(128..=1 << 20).contains(&memory_mib) || memory_mib % 2 != 0 {
-        return Err(usage("the memory size", format!("{memory_mib} MiB is not an even number from 128 to 1048576"), "use --memory 2048"));
+        return Err(usage(
+            "the memory size",
+            format!("{memory_mib} MiB is not an even number from 128 to 1048576"),
+            "use --memory 2048",
+        ));
     }
     let vcpus = c.vcpus.unwrap_or(1);
     if !(1..=64).contains(&vcpus) {

@@ -30,10 +30,7 @@ pub async fn diff(node: &Arc<Node>, name: &str, d: Diff, steps: &Steps) -> Resul
     let (from, to) = (find_checkpoint(node, &record, &d.from)?, find_checkpoint(node, &record, &d.to)?);
     let path = if d.path.is_empty() { "/".to_owned() } else { d.path };
     steps.step("restoring both in cut-off guests", 0, 2);
-    let (a, b) = tokio::join!(
-        listing(node, &record, from.id, &path, steps),
-        listing(node, &record, to.id, &path, steps)
-    );
+    let (a, b) = tokio::join!(listing(node, &record, from.id, &path, steps), listing(node, &record, to.id, &path, steps));
     Ok(DiffReport { schema: "ks.diff.v1".into(), files: compare(a?, b?) })
 }
 

@@ -37,7 +37,12 @@ pub fn host(node: &Node) -> DoctorReport {
     };
     let paging = match &f.userfaultfd {
         Ok(()) => check("userfaultfd", true, "/dev/userfaultfd is usable: memory is paged in lazily", ""),
-        Err(why) => check("userfaultfd", false, why.clone(), "load the device (Linux 6.1 or newer) and allow ksd to open it: restores are slower without"),
+        Err(why) => check(
+            "userfaultfd",
+            false,
+            why.clone(),
+            "load the device (Linux 6.1 or newer) and allow ksd to open it: restores are slower without",
+        ),
     };
     report(vec![engine, kvm, qemu, paging, disk(node), programs(), jail(node), image(node), store(node)])
 }
@@ -56,7 +61,11 @@ fn disk(node: &Node) -> Check {
 fn programs() -> Check {
     let dir = libexec();
     let missing: Vec<&str> = ["ks-vmm", "ks-image"].into_iter().filter(|p| !dir.join(p).is_file()).collect();
-    let detail = if missing.is_empty() { format!("all in {}", dir.display()) } else { format!("{} not in {}", missing.join(", "), dir.display()) };
+    let detail = if missing.is_empty() {
+        format!("all in {}", dir.display())
+    } else {
+        format!("{} not in {}", missing.join(", "), dir.display())
+    };
     check("programs", missing.is_empty(), detail, "install KeepState's programs side by side, or set KS_LIBEXEC")
 }
 
@@ -98,9 +107,12 @@ pub async fn session(node: &Arc<Node>, name: &str) -> Result<DoctorReport, ApiEr
     let healthy = !matches!(view.state, SessionState::Failed | SessionState::Recovering);
     let state = format!("{} {}", view.state, view.reason).trim().to_owned();
     let mut checks = vec![check("state", healthy, state, "see `ks events`; `ks wake NAME` tries again")];
-    let latest = record.latest().map(|c| (c.info.number, crate::host::clock::unix_ms().saturating_sub(c.info.created_unix_ms) / 1000));
+    let latest =
+        record.latest().map(|c| (c.info.number, crate::host::clock::unix_ms().saturating_sub(c.info.created_unix_ms) / 1000));
     let detail = latest.map_or("none yet".to_owned(), |(n, age)| format!("c{n}, {age} s old"));
-    let late = record.cadence_s > 0 && view.state == SessionState::Running && latest.is_none_or(|(_, age)| age > record.cadence_s * 3 + 30);
+    let late = record.cadence_s > 0
+        && view.state == SessionState::Running
+        && latest.is_none_or(|(_, age)| age > record.cadence_s * 3 + 30);
     checks.push(check("checkpoint", !late, detail, "ks checkpoint NAME shows why none is stored"));
     if let Some(vm) = view.vm {
         match vm.stats().await {

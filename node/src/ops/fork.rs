@@ -34,7 +34,8 @@ pub async fn fork(node: &Arc<Node>, name: &str, f: Fork, steps: &Steps) -> Resul
     let names = child_names(node, &parent, n, &f.names)?;
     let point = fork_point(node, name, &parent, f.checkpoint.as_deref(), steps).await?;
     steps.step(format!("starting {n} from c{}", point.number), 0, u64::from(n));
-    let children = names.into_iter().map(|child| one(node.clone(), parent.clone(), point.clone(), child, steer.clone(), steps.clone()));
+    let children =
+        names.into_iter().map(|child| one(node.clone(), parent.clone(), point.clone(), child, steer.clone(), steps.clone()));
     let results = futures::future::join_all(children).await;
     let (good, bad): (Vec<_>, Vec<_>) = results.into_iter().partition(|r| r.1.is_ok());
     if let Some((child, Err(e))) = bad.into_iter().next() {
@@ -51,7 +52,8 @@ fn decode_steer(files: &[(String, String)]) -> Result<Steer, ApiError> {
     let mut out = Vec::new();
     let mut total = 0;
     for (path, text) in files {
-        let bytes = base64::engine::general_purpose::STANDARD.decode(text).map_err(|e| bad(format!("{path} is not base64: {e}")))?;
+        let bytes =
+            base64::engine::general_purpose::STANDARD.decode(text).map_err(|e| bad(format!("{path} is not base64: {e}")))?;
         total += bytes.len();
         if total > STEER_BYTES_MAX {
             return Err(bad(format!("more than {STEER_BYTES_MAX} bytes in all")));
@@ -101,7 +103,12 @@ async fn fork_point(
     if matches!(state, SessionState::Parked | SessionState::Stopped | SessionState::Failed) {
         let latest = parent.by_id(&parent.head).or_else(|| parent.latest()).map(|c| c.info.clone());
         return latest.ok_or_else(|| {
-            ApiError::new("never-checkpointed", "the fork", format!("{} is {state} and has no checkpoint", parent.name), "wake it first")
+            ApiError::new(
+                "never-checkpointed",
+                "the fork",
+                format!("{} is {state} and has no checkpoint", parent.name),
+                "wake it first",
+            )
         });
     }
     steps.step("taking the fork point", 0, 0);

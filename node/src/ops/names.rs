@@ -1,14 +1,14 @@
 //! Names for sessions that nobody named.
 
 const FIRST: [&str; 32] = [
-    "quiet", "amber", "brisk", "calm", "clear", "deft", "early", "fair", "gentle", "glad", "keen", "kind", "late", "light", "lucid",
-    "mellow", "mild", "neat", "noble", "plain", "polar", "proud", "quick", "rapid", "ready", "sharp", "silver", "steady", "still",
-    "sunny", "vivid", "warm",
+    "quiet", "amber", "brisk", "calm", "clear", "deft", "early", "fair", "gentle", "glad", "keen", "kind", "late", "light",
+    "lucid", "mellow", "mild", "neat", "noble", "plain", "polar", "proud", "quick", "rapid", "ready", "sharp", "silver",
+    "steady", "still", "sunny", "vivid", "warm",
 ];
 const SECOND: [&str; 32] = [
-    "otter", "badger", "beaver", "bison", "crane", "dolphin", "eagle", "falcon", "ferret", "finch", "gecko", "heron", "ibis", "jackal",
-    "koala", "lemur", "lynx", "marten", "newt", "ocelot", "osprey", "panda", "pelican", "petrel", "puffin", "raven", "robin", "seal",
-    "stork", "swift", "tapir", "wren",
+    "otter", "badger", "beaver", "bison", "crane", "dolphin", "eagle", "falcon", "ferret", "finch", "gecko", "heron", "ibis",
+    "jackal", "koala", "lemur", "lynx", "marten", "newt", "ocelot", "osprey", "panda", "pelican", "petrel", "puffin", "raven",
+    "robin", "seal", "stork", "swift", "tapir", "wren",
 ];
 
 /// The name that these random bytes give; `taken` says which cannot be. A number is added when all else is taken.

@@ -33,10 +33,12 @@ pub async fn run(node: std::sync::Weak<Node>) {
 pub fn round(node: &Arc<Node>, grace_ms: u64) -> Result<ks_blobs::GcReport, String> {
     thin(node)?;
     let roots: Vec<CheckpointId> = node.state.read().roots().into_iter().collect();
-    let report =
-        node.supply.store.gc(&roots, &node.supply.keys, grace_ms, clock::unix_ms()).map_err(|e| e.to_string())?;
+    let report = node.supply.store.gc(&roots, &node.supply.keys, grace_ms, clock::unix_ms()).map_err(|e| e.to_string())?;
     if report.manifests_removed + report.packs_removed + report.packs_compacted > 0 {
-        let text = format!("{} manifests and {} packs removed, {} bytes freed", report.manifests_removed, report.packs_removed, report.bytes_freed);
+        let text = format!(
+            "{} manifests and {} packs removed, {} bytes freed",
+            report.manifests_removed, report.packs_removed, report.bytes_freed
+        );
         node.state.event("", "collected", &text);
     }
     Ok(report)

@@ -158,7 +158,8 @@ pub async fn remove(node: &Arc<Node>, name: &str, force: bool) -> Result<Session
         if !matches!(shown.state, SessionState::Parked | SessionState::Stopped | SessionState::Failed) {
             let since = record.latest().map_or(record.created_unix_ms, |c| c.info.created_unix_ms);
             let age = crate::host::clock::unix_ms().saturating_sub(since) / 1000;
-            let why = format!("it is {}: {age} s of work since its last checkpoint and {count} checkpoints would be lost", shown.state);
+            let why =
+                format!("it is {}: {age} s of work since its last checkpoint and {count} checkpoints would be lost", shown.state);
             return Err(ApiError::new("running", format!("{} is not removed", record.name), why, next));
         }
     }

@@ -160,8 +160,8 @@ impl Machine {
         if self.state != SessionState::Running {
             return None;
         }
-        let cadence = (self.policy.cadence_ms > 0 && self.storing.is_none())
-            .then(|| self.checkpoint_tried_ms + self.policy.cadence_ms);
+        let cadence =
+            (self.policy.cadence_ms > 0 && self.storing.is_none()).then(|| self.checkpoint_tried_ms + self.policy.cadence_ms);
         let idle = (self.policy.idle_park_ms > 0 && self.then.is_none()).then(|| self.active_ms + self.policy.idle_park_ms);
         cadence.into_iter().chain(idle).min()
     }
@@ -221,7 +221,8 @@ impl Machine {
             return;
         }
         let running = self.state == SessionState::Running && self.stage == Stage::Still;
-        let resting = self.stage == Stage::Still && matches!(self.state, SessionState::Parked | SessionState::Stopped | SessionState::Failed);
+        let resting = self.stage == Stage::Still
+            && matches!(self.state, SessionState::Parked | SessionState::Stopped | SessionState::Failed);
         match request {
             Request::AwaitRunning | Request::Wake => {
                 self.awaiting.push(ask);
@@ -237,7 +238,12 @@ impl Machine {
             Request::Checkpoint { reason, message, pin, freeze } => {
                 let job = Job { reason, message, pin, freeze, asks: vec![ask] };
                 if resting {
-                    out.push(refuse(ask, "busy", format!("the session is {}: it changes nothing now", self.state), "wake it first: ks wake NAME"));
+                    out.push(refuse(
+                        ask,
+                        "busy",
+                        format!("the session is {}: it changes nothing now", self.state),
+                        "wake it first: ks wake NAME",
+                    ));
                 } else if running {
                     self.take(now, job, out);
                 } else {
@@ -268,7 +274,12 @@ impl Machine {
 
     fn kill(&mut self, ask: AskId, out: &mut Vec<Effect>) {
         if self.state != SessionState::Running || self.stage != Stage::Still {
-            out.push(refuse(ask, "busy", format!("the session is {}, so there is no VM to kill", self.state), "wait until it runs"));
+            out.push(refuse(
+                ask,
+                "busy",
+                format!("the session is {}, so there is no VM to kill", self.state),
+                "wait until it runs",
+            ));
         } else if self.head.kind == HeadKind::Golden {
             let next = "take a checkpoint first: ks checkpoint NAME";
             out.push(refuse(ask, "never-checkpointed", "it has no checkpoint yet and would lose everything", next));
@@ -506,7 +517,8 @@ impl Machine {
         self.attempts += 1;
         out.push(Effect::Event { kind: "start-failed", text: format!("attempt {}: {error}", self.attempts) });
         if retry && self.attempts < self.policy.attempts_max {
-            let reason = format!("attempt {} of {} failed ({}); trying again", self.attempts, self.policy.attempts_max, error.why);
+            let reason =
+                format!("attempt {} of {} failed ({}); trying again", self.attempts, self.policy.attempts_max, error.why);
             self.show(out, &reason);
             self.stage = Stage::EndingToRetry;
         } else {
@@ -516,7 +528,10 @@ impl Machine {
     }
 
     fn lost(&mut self, now: Now, token: RunToken, cause: String, out: &mut Vec<Effect>) {
-        if token != self.token || self.stage != Stage::Still || matches!(self.state, SessionState::Parked | SessionState::Stopped | SessionState::Failed) {
+        if token != self.token
+            || self.stage != Stage::Still
+            || matches!(self.state, SessionState::Parked | SessionState::Stopped | SessionState::Failed)
+        {
             return;
         }
         // Short runs use up the attempts, so that a crash loop ends.
