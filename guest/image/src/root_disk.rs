@@ -67,7 +67,7 @@ fn install_packages(staging: &Path, packages_file: &Path) -> Result<(), ImageErr
         .arg(staging)
         .env("SOURCE_DATE_EPOCH", recipe::EPOCH_S)
         .env("KS_PACKAGES", packages_file);
-    tools::run(&mut command, "installing the root disk's packages (is the network there?)")?;
+    tools::run(&command, "installing the root disk's packages (is the network there?)")?;
     Ok(())
 }
 

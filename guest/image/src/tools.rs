@@ -1,6 +1,6 @@
 //! Runs the host's own programs (mmdebstrap, mkfs.ext4, ...) and reports their failures readably.
 //!
-//! Children die with this process's group on Ctrl-C; nothing they write is kept unless they succeed.
+//! They are told to end when this process dies, however it dies; nothing they write is kept unless they succeed.
 
 use std::{
     ffi::OsStr,
@@ -73,22 +73,22 @@ pub(crate) fn find(program: &str) -> Option<PathBuf> {
         .find(|file| file.is_file())
 }
 
-/// A command for `program` with a plain locale and no input.
+/// A command for [`run`], with a plain locale.
 pub(crate) fn command(program: &str) -> Command {
     let mut command = match find(program) {
         Some(path) => Command::new(path),
         None => Command::new(program),
     };
-    command.env("LC_ALL", "C.UTF-8").stdin(Stdio::null());
+    command.env("LC_ALL", "C.UTF-8");
     command
 }
 
-/// Runs to the end; standard output. On failure the error holds the last lines of both streams.
-pub(crate) fn run(command: &mut Command, doing: &str) -> Result<String, ImageError> {
+/// Runs to the end, without input; standard output. On failure the error holds the last lines of both streams.
+pub(crate) fn run(command: &Command, doing: &str) -> Result<String, ImageError> {
     let program = command.get_program().to_string_lossy().into_owned();
     let failed =
         |status: String, tail: String| ImageError::ToolFailed { program: program.clone(), doing: doing.to_owned(), status, tail };
-    let output = command.output().map_err(|e| failed(e.to_string(), String::new()))?;
+    let output = tied_to_us(command).output().map_err(|e| failed(e.to_string(), String::new()))?;
     let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
     if output.status.success() {
         return Ok(stdout);
@@ -97,6 +97,26 @@ pub(crate) fn run(command: &mut Command, doing: &str) -> Result<String, ImageErr
     let lines: Vec<&str> = all.lines().collect();
     let tail = lines[lines.len().saturating_sub(TAIL_LINES)..].join("\n");
     Err(failed(output.status.to_string(), tail))
+}
+
+/// The same command with SIGTERM for the time of our death, where the host has setpriv (util-linux).
+fn tied_to_us(command: &Command) -> Command {
+    let mut tied = match find("setpriv") {
+        Some(setpriv) => {
+            let mut tied = Command::new(setpriv);
+            tied.args(["--pdeathsig", "TERM", "--"]).arg(command.get_program());
+            tied
+        }
+        None => Command::new(command.get_program()),
+    };
+    tied.args(command.get_args()).stdin(Stdio::null());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => tied.env(name, value),
+            None => tied.env_remove(name),
+        };
+    }
+    tied
 }
 
 /// `text` quoted for a POSIX shell.
