@@ -1,0 +1,73 @@
+//! The serial console as a file of bounded size, and its tail for people.
+
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+/// A console log is moved to `console.log.old` when it has grown to this.
+const LOG_BYTES_MAX: u64 = 4 * 1024 * 1024;
+/// Bytes of a tail.
+const TAIL_BYTES: u64 = 2048;
+
+/// Copies what the guest prints into `path` until QEMU closes its end.
+pub fn start(mut from: UnixStream, path: PathBuf) -> std::io::Result<std::thread::JoinHandle<()>> {
+    let open = |p: &Path| OpenOptions::new().create(true).append(true).open(p);
+    let mut file = open(&path)?;
+    std::thread::Builder::new().name("ks-console".into()).spawn(move || {
+        let mut written = file.metadata().map_or(0, |m| m.len());
+        let mut buffer = [0u8; 4096];
+        while let Ok(n @ 1..) = from.read(&mut buffer) {
+            if written + n as u64 > LOG_BYTES_MAX {
+                let moved = std::fs::rename(&path, path.with_extension("log.old"));
+                match moved.and_then(|()| open(&path)) {
+                    Ok(f) => (file, written) = (f, 0),
+                    Err(e) => return tracing::warn!("the console log ends: {e}"),
+                }
+            }
+            if file.write_all(&buffer[..n]).is_ok() {
+                written += n as u64;
+            }
+        }
+    })
+}
+
+/// The last printable part of a log; "" when there is none.
+pub fn tail(path: &Path) -> String {
+    let read = || -> std::io::Result<Vec<u8>> {
+        let mut f = File::open(path)?;
+        let len = f.metadata()?.len();
+        f.seek(SeekFrom::Start(len.saturating_sub(TAIL_BYTES)))?;
+        let mut bytes = Vec::new();
+        f.take(TAIL_BYTES).read_to_end(&mut bytes)?;
+        Ok(bytes)
+    };
+    let bytes = read().unwrap_or_default();
+    let text = String::from_utf8_lossy(&bytes);
+    let clean = text.chars().filter(|c| *c == '\n' || !c.is_control()).collect::<String>();
+    clean.trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_log_stays_bounded_and_its_tail_is_plain_text() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("console.log");
+        let (mut guest, ours) = UnixStream::pair().unwrap();
+        let t = start(ours, path.clone()).unwrap();
+        let line = [b'x'; 4096];
+        for _ in 0..(LOG_BYTES_MAX / 4096 + 10) {
+            guest.write_all(&line).unwrap();
+        }
+        guest.write_all(b"\n\x1b[31mKernel panic\x07 - not syncing\r\n").unwrap();
+        drop(guest);
+        t.join().unwrap();
+        assert!(std::fs::metadata(&path).unwrap().len() < 100_000);
+        assert!(dir.path().join("console.log.old").exists());
+        assert!(tail(&path).ends_with("[31mKernel panic - not syncing"), "{:?}", tail(&path));
+        assert_eq!(tail(&dir.path().join("none")), "");
+    }
+}

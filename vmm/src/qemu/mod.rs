@@ -1,0 +1,407 @@
+//! The qemu engine: a supervised, jailed `qemu-system-x86_64` with TCG, for hosts without hardware virtualization.
+
+mod command;
+mod console;
+mod process;
+mod qmp;
+mod registered;
+
+use crate::jail::{Jail, Visible};
+use crate::tsc;
+use command::{CPU_MODEL, Numbers};
+use console::tail;
+use ks_proto::control::Fault;
+use ks_proto::manifest::{EngineKind, Machine};
+use ks_vmm_core::engine::{Engine, EngineExit, EngineSetup, Stopper};
+use ks_vmm_core::lease::LeaseGate;
+use process::{Ended, Process};
+use qmp::{QemuVersion, Qmp, QmpError};
+use serde_json::json;
+use std::fs::File;
+use std::io::{Read, Seek};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+/// A QMP command that is not a pause must be answered within this; a busy two-core host needs seconds at the worst.
+const COMMAND: Duration = Duration::from_secs(20);
+/// QEMU must be ready for commands within this.
+const READY: Duration = Duration::from_secs(60);
+/// The largest device state: 64 MiB (some 60 KB are usual).
+const STATE_BYTES_MAX: u64 = 64 << 20;
+/// Where firmware may lie; the one that QEMU finds first is the one it uses.
+const FIRMWARE: [&str; 2] = ["/usr/share/qemu/bios-microvm.bin", "/usr/share/seabios/bios-microvm.bin"];
+
+/// Settings from ks-vmm's command line and surroundings.
+pub struct Settings {
+    /// `--qemu`, or None to look in PATH.
+    pub program: Option<PathBuf>,
+    /// The preload shim, if it was found.
+    pub shim: Option<PathBuf>,
+    /// What the child sees of the host's files.
+    pub visible: Visible,
+    /// The jail that this host allows.
+    pub jail: Jail,
+    /// Told the jail's words once the limits of this VM are known.
+    pub on_jail: Arc<dyn Fn(Vec<String>) + Send + Sync>,
+}
+
+/// One VM under QEMU.
+pub struct QemuEngine {
+    process: Process,
+    qmp: Qmp,
+    machine: Machine,
+    lease: Arc<LeaseGate>,
+    run_dir: PathBuf,
+    port: Option<UnixStream>,
+    stopper: Arc<dyn Stopper>,
+    exit: Option<EngineExit>,
+    // Invariant: true between a pause that returned Ok and the next run.
+    paused: bool,
+}
+
+fn io_fault(what: &str) -> impl Fn(std::io::Error) -> Fault + '_ {
+    move |e| Fault::new("internal", what, e.to_string(), "free memory or descriptors on this host")
+}
+
+fn pair() -> Result<(UnixStream, UnixStream), Fault> {
+    UnixStream::pair().map_err(io_fault("make a socket pair"))
+}
+
+/// A copy of a file in memory, which a jailed child of any uid can open by /proc/self/fd.
+fn in_memory(name: &str, from: &OwnedFd) -> Result<OwnedFd, Fault> {
+    let bad = io_fault("copy the kernel for QEMU");
+    let mut source = File::from(from.try_clone().map_err(&bad)?);
+    source.rewind().map_err(&bad)?;
+    let fd = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).map_err(|e| bad(e.into()))?;
+    let mut copy = File::from(fd);
+    std::io::copy(&mut source, &mut copy).map_err(&bad)?;
+    Ok(copy.into())
+}
+
+fn firmware_note() -> String {
+    for path in FIRMWARE {
+        if let Ok(bytes) = std::fs::read(path) {
+            let hash = blake3::hash(&bytes).to_hex();
+            return format!("firmware bios-microvm.bin {}", &hash[..16]);
+        }
+    }
+    "firmware unknown".to_owned()
+}
+
+fn version_line(v: &QemuVersion) -> String {
+    let package = if v.package.is_empty() { String::new() } else { format!(" ({})", v.package) };
+    format!("QEMU {}{package}, {}", v.number, firmware_note())
+}
+
+/// Refuses a state that another machine saved.
+fn check_machine(saved: &Machine, ours: &Machine) -> Result<(), Fault> {
+    let no = |why: String, next: &str| Err(Fault::new("incompatible", "restore this checkpoint", why, next));
+    if saved.engine != ours.engine || saved.profile != ours.profile {
+        let why = format!("it was saved under {}/{}, this is {}/{}", saved.engine, saved.profile, ours.engine, ours.profile);
+        return no(why, "restore it on a node with that engine");
+    }
+    if saved.engine_version != ours.engine_version {
+        let why = format!("it was saved under {:?}, here runs {:?}", saved.engine_version, ours.engine_version);
+        return no(why, "restore it on a node with the same QEMU, or install that version here");
+    }
+    if saved.cpu_model != ours.cpu_model || saved.vcpus != ours.vcpus {
+        let why =
+            format!("it has {} CPUs of model {:?}, not {} of {:?}", saved.vcpus, saved.cpu_model, ours.vcpus, ours.cpu_model);
+        return no(why, "restore it with the shape that it was saved with");
+    }
+    if !tsc::same(saved.tsc_khz, ours.tsc_khz) {
+        let why = format!("its clock counts {} kHz, this host's TSC {} kHz", saved.tsc_khz, ours.tsc_khz);
+        return no(why, "restore it on a host with the same TSC frequency");
+    }
+    Ok(())
+}
+
+/// Both ends of everything that connects us with the child.
+struct Wires {
+    qmp: UnixStream,
+    console: UnixStream,
+    disk: UnixStream,
+    child: Vec<OwnedFd>,
+    numbers: Numbers,
+}
+
+fn wires(setup: &EngineSetup) -> Result<Wires, Fault> {
+    let (qmp, qmp_child) = pair()?;
+    let (console, console_child) = pair()?;
+    let (disk, disk_child) = pair()?;
+    let port_path = setup.run_dir.join("port.sock");
+    let _ = std::fs::remove_file(&port_path);
+    let listener =
+        in_dir(&setup.run_dir, |dir| UnixListener::bind(dir.join("port.sock"))).map_err(io_fault("bind the guest port"))?;
+    let memory = setup.memory.fd().try_clone_to_owned().map_err(io_fault("share guest memory"))?;
+    let mut child: Vec<OwnedFd> = vec![memory, qmp_child.into(), console_child.into(), disk_child.into(), listener.into()];
+    let mut numbers = Numbers { memory: 3, qmp: 4, console: 5, disk: 6, port: 7, boot: None };
+    if setup.restore.is_none() {
+        child.push(in_memory("ks-kernel", &setup.kernel)?);
+        child.push(in_memory("ks-initrd", &setup.initrd)?);
+        numbers.boot = Some((8, 9));
+    }
+    Ok(Wires { qmp, console, disk, child, numbers })
+}
+
+/// Runs `f` with a short path to `dir`: socket addresses have 108 bytes.
+fn in_dir<T>(dir: &Path, f: impl FnOnce(&Path) -> std::io::Result<T>) -> std::io::Result<T> {
+    let open = File::open(dir)?;
+    f(Path::new(&format!("/proc/self/fd/{}", open.as_raw_fd())))
+}
+
+impl QemuEngine {
+    /// Starts QEMU, serves its disk, takes hold of its memory, and loads the state if there is one. The VM is stopped.
+    pub fn new(setup: EngineSetup, settings: &Settings, warn: Arc<dyn Fn(String) + Send + Sync>) -> Result<Self, Fault> {
+        let program = process::find(settings.program.as_deref())?;
+        let tsc_khz = command::host_tsc_khz();
+        let cmdline = match &setup.restore {
+            Some((saved, _)) => saved.cmdline.clone(),
+            None => command::kernel_cmdline(&setup.config.cmdline, tsc_khz),
+        };
+        let mut wires = wires(&setup)?;
+        let args = command::arguments(&setup, &wires.numbers, &cmdline);
+        let mut jail = settings.jail.clone();
+        jail.limit(&std::process::id().to_string(), setup.config.memory_bytes, setup.config.vcpus);
+        (settings.on_jail)([jail.words.clone(), vec!["qemu-sandbox".to_owned()]].concat());
+        let mut visible = settings.visible.clone();
+        let inside = visible.add(&program);
+        let shim = settings.shim.as_ref().map(|host| jail.seen(host, &visible.add(host)).to_path_buf());
+        let hook = registered::Hook::new(shim, wires.numbers.memory, &setup.memory, &mut wires.child)?;
+        let log = File::create(setup.run_dir.join("qemu.log")).map_err(io_fault("make qemu.log"))?;
+        let frozen = Arc::new(AtomicBool::new(false));
+        console::start(wires.console, setup.run_dir.join("console.log")).map_err(io_fault("read the console"))?;
+        let disk_warn = warn.clone();
+        let on_fault = Arc::new(move |why| disk_warn(format!("the guest's disk: {why}")));
+        crate::nbd::serve(wires.disk, setup.disk.clone(), setup.lease.clone(), on_fault).map_err(io_fault("serve the disk"))?;
+        let at = jail.seen(&program, &inside).to_path_buf();
+        let process = Process::start(jail, &at, &args, &hook.env, wires.child, log.into(), frozen.clone())?;
+        let stopper = process.stopper().map_err(io_fault("hold QEMU's pidfd"))?;
+        let machine = Machine {
+            engine: EngineKind::Qemu,
+            profile: "tcg".to_owned(),
+            engine_version: String::new(),
+            cpu_model: CPU_MODEL.to_owned(),
+            features: Vec::new(),
+            tsc_khz,
+            vcpus: setup.config.vcpus,
+            cmdline,
+            kernel_hash: setup.kernel_hash.clone(),
+            initrd_hash: setup.initrd_hash.clone(),
+        };
+        let mut engine = Self {
+            process,
+            qmp: Qmp::new(wires.qmp, frozen),
+            machine,
+            lease: setup.lease.clone(),
+            run_dir: setup.run_dir.clone(),
+            port: None,
+            stopper,
+            exit: None,
+            paused: true,
+        };
+        hook.attach(&setup.memory, engine.process.pid(), engine.process.pidfd(), &*warn)?;
+        engine.prepare(setup.restore)?;
+        Ok(engine)
+    }
+
+    fn prepare(&mut self, restore: Option<(Machine, Vec<u8>)>) -> Result<(), Fault> {
+        let version = self.qmp.handshake(READY).map_err(|e| self.fault("start QEMU", e))?;
+        self.machine.engine_version = version_line(&version);
+        if let Some((saved, _)) = &restore {
+            check_machine(saved, &self.machine)?;
+        }
+        let capabilities = json!({ "capabilities": [
+            { "capability": "x-ignore-shared", "state": true },
+            { "capability": "events", "state": true },
+        ] });
+        self.command("migrate-set-capabilities", capabilities)?;
+        match restore {
+            Some((saved, state)) => {
+                // The frequency that the guest counts with stays the one that it was booted with.
+                self.machine.tsc_khz = saved.tsc_khz;
+                self.load_state(&state)
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn command(&mut self, name: &str, arguments: serde_json::Value) -> Result<serde_json::Value, Fault> {
+        self.qmp.execute(name, arguments, COMMAND).map_err(|e| self.fault("control QEMU", e))
+    }
+
+    fn load_state(&mut self, state: &[u8]) -> Result<(), Fault> {
+        let bad = io_fault("hand the device state to QEMU");
+        let fd = rustix::fs::memfd_create("ks-state", rustix::fs::MemfdFlags::CLOEXEC).map_err(|e| bad(e.into()))?;
+        std::io::Write::write_all(&mut File::from(fd.try_clone().map_err(&bad)?), state).map_err(&bad)?;
+        rustix::fs::seek(&fd, rustix::fs::SeekFrom::Start(0)).map_err(|e| bad(e.into()))?;
+        self.give_fd(fd)?;
+        self.command("migrate-incoming", json!({ "uri": "fd:ks-state" }))?;
+        self.migration_end("load the device state")
+    }
+
+    fn give_fd(&mut self, fd: OwnedFd) -> Result<(), Fault> {
+        let given = self.qmp.execute_with_fd("getfd", json!({ "fdname": "ks-state" }), Some(fd.as_fd()), COMMAND);
+        given.map(drop).map_err(|e| self.fault("hand a descriptor to QEMU", e))
+    }
+
+    fn migration_end(&mut self, what: &str) -> Result<(), Fault> {
+        let finished = self.qmp.wait_event(what, COMMAND, |e| {
+            e.name == "MIGRATION" && matches!(e.data["status"].as_str(), Some("completed" | "failed" | "cancelled"))
+        });
+        let event = finished.map_err(|e| self.fault(what, e))?;
+        if event.data["status"] == "completed" {
+            return Ok(());
+        }
+        let why = format!("QEMU reports {}: {}", event.data["status"], tail(&self.run_dir.join("qemu.log")));
+        Err(Fault::new("corrupt", what, why, "restore an earlier checkpoint"))
+    }
+
+    /// Waits until QEMU says that it is in one of `states`.
+    fn wait_status(&mut self, states: &[&str]) -> Result<(), Fault> {
+        let deadline = Instant::now() + COMMAND;
+        loop {
+            let status = self.command("query-status", json!({}))?;
+            if status["status"].as_str().is_some_and(|s| states.contains(&s)) {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                let why = format!("QEMU stays in {}", status["status"]);
+                return Err(Fault::new("timeout", "control QEMU", why, "stop this VM and restore its last checkpoint"));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn fault(&mut self, what: &str, e: QmpError) -> Fault {
+        if matches!(e, QmpError::Closed { .. }) {
+            self.await_death();
+        }
+        if let Some(exit) = self.exited() {
+            return exit.fault;
+        }
+        let next = "stop this VM and restore its last checkpoint";
+        match e {
+            QmpError::Silent { .. } => {
+                let why = format!("{e}; the process {} is {}", self.process.pid(), self.process.state_word());
+                Fault::new("timeout", what, why, next)
+            }
+            QmpError::Refused { .. } | QmpError::Closed { .. } | QmpError::Garbage(_) => {
+                Fault::new("internal", what, format!("{e}; {}", tail(&self.run_dir.join("qemu.log"))), next)
+            }
+        }
+    }
+
+    /// QMP is closed: the process ends in the next moments.
+    fn await_death(&mut self) {
+        let mut fds = [rustix::event::PollFd::new(self.process.pidfd(), rustix::event::PollFlags::IN)];
+        let _ = rustix::event::poll(&mut fds, Some(&rustix::event::Timespec { tv_sec: 2, tv_nsec: 0 }));
+    }
+
+    fn why_ended(&mut self, ended: Ended) -> Fault {
+        let words = self.qmp.last_words();
+        let console = tail(&self.run_dir.join("console.log"));
+        let qemu = tail(&self.run_dir.join("qemu.log"));
+        let reason = words.iter().rev().find(|e| e.name == "SHUTDOWN").and_then(|e| e.data["reason"].as_str().map(str::to_owned));
+        let shown = if console.is_empty() { String::new() } else { format!("; its console ended with: {console}") };
+        let next = "restore its last checkpoint";
+        match (reason.as_deref(), ended) {
+            (Some("guest-shutdown"), _) => Fault::new("guest-poweroff", "run the guest", format!("it powered off{shown}"), next),
+            (Some("guest-reset" | "guest-panic"), _) if console.contains("Kernel panic") => {
+                Fault::new("guest-panic", "run the guest", format!("its kernel panicked{shown}"), next)
+            }
+            (Some("guest-reset"), _) => Fault::new("guest-reboot", "run the guest", format!("it rebooted{shown}"), next),
+            (_, ended) => {
+                let how = match ended {
+                    Ended::Code(c) => format!("QEMU exited with {c}"),
+                    Ended::Signal(s) => format!("QEMU was killed by signal {s}"),
+                };
+                let said = if qemu.is_empty() { String::new() } else { format!("; it said: {qemu}") };
+                Fault::new("engine-died", "run the guest", format!("{how}{said}{shown}"), next)
+            }
+        }
+    }
+}
+
+impl Engine for QemuEngine {
+    fn kind(&self) -> EngineKind {
+        EngineKind::Qemu
+    }
+    fn machine(&self) -> Machine {
+        self.machine.clone()
+    }
+    fn run(&mut self) -> Result<(), Fault> {
+        if !self.lease.may_run() {
+            return Err(Fault::new("lease-ended", "run the guest", "the lease of this run has ended", "renew it"));
+        }
+        self.command("cont", json!({}))?;
+        self.paused = false;
+        Ok(())
+    }
+    fn pause(&mut self, bound: Duration) -> Result<(), Fault> {
+        match self.qmp.execute("stop", json!({}), bound) {
+            Ok(_) => {
+                self.paused = true;
+                Ok(())
+            }
+            Err(e) => {
+                if matches!(e, QmpError::Silent { .. }) {
+                    // Carried out after the stop, whenever that ends: the guest goes on.
+                    let _ = self.qmp.send("cont", json!({}), None);
+                }
+                Err(self.fault("pause the guest", e))
+            }
+        }
+    }
+    fn save_state(&mut self) -> Result<Vec<u8>, Fault> {
+        let what = "save the device state";
+        if !self.paused {
+            return Err(Fault::new("internal", what, "the guest is not paused", "report this"));
+        }
+        let bad = io_fault(what);
+        let fd = rustix::fs::memfd_create("ks-state", rustix::fs::MemfdFlags::CLOEXEC).map_err(|e| bad(e.into()))?;
+        let mut file = File::from(fd.try_clone().map_err(&bad)?);
+        self.qmp.forget("MIGRATION");
+        self.give_fd(fd)?;
+        self.command("migrate", json!({ "uri": "fd:ks-state" }))?;
+        self.migration_end(what)?;
+        self.wait_status(&["postmigrate"])?;
+        file.rewind().map_err(&bad)?;
+        let mut state = Vec::new();
+        let n = file.take(STATE_BYTES_MAX + 1).read_to_end(&mut state).map_err(&bad)?;
+        if n == 0 || n as u64 > STATE_BYTES_MAX {
+            return Err(Fault::new("internal", what, format!("QEMU wrote {n} bytes"), "look at qemu.log"));
+        }
+        Ok(state)
+    }
+    fn connect_port(&mut self) -> Result<UnixStream, Fault> {
+        let bad = io_fault("connect the guest port");
+        if let Some(old) = self.port.take() {
+            let _ = old.shutdown(std::net::Shutdown::Both);
+        }
+        let stream = in_dir(&self.run_dir, |dir| UnixStream::connect(dir.join("port.sock"))).map_err(&bad)?;
+        self.port = Some(stream.try_clone().map_err(&bad)?);
+        Ok(stream)
+    }
+    fn stopper(&self) -> Arc<dyn Stopper> {
+        self.stopper.clone()
+    }
+    fn exited(&mut self) -> Option<EngineExit> {
+        if self.exit.is_none()
+            && let Some(ended) = self.process.ended()
+        {
+            self.exit = Some(EngineExit { fault: self.why_ended(ended) });
+        }
+        self.exit.clone()
+    }
+    fn exit_fd(&self) -> RawFd {
+        self.process.pidfd().as_raw_fd()
+    }
+    fn kill(&mut self) {
+        self.process.kill();
+    }
+}

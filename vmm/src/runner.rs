@@ -1,0 +1,246 @@
+//! The run loop: the one thread that owns the engine. It starts the VM, pauses, resumes and captures on request, and
+//! sees the engine's death. Storing a checkpoint runs on a thread of its own, so that this loop stays free.
+
+use crate::channel::PortAnswer;
+use crate::control::link::{Conn, Link};
+use crate::mailbox::Mailbox;
+use crate::shared::Shared;
+use crate::start::{Built, Context, Handed, StartRequest, build};
+use ks_proto::control::{CheckpointStats, Fault, VmPhase, VmmEvent, VmmReply};
+use ks_vmm_core::checkpoint::{Captured, Pipeline, Request};
+use rustix::event::{PollFd, PollFlags, poll};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The longest a pause may take before the request fails and the guest goes on.
+pub const PAUSE_BOUND: Duration = Duration::from_secs(10);
+
+/// Exit codes of the process.
+pub mod exit_code {
+    /// Stopped on request.
+    pub const STOPPED: i32 = 0;
+    /// The VM could not be started.
+    pub const START_FAILED: i32 = 10;
+    /// The guest or its engine ended.
+    pub const DIED: i32 = 11;
+    /// A newer run of the session exists.
+    pub const SUPERSEDED: i32 = 12;
+}
+
+/// Where an answer goes.
+pub struct Asker {
+    /// The connection that asked.
+    pub conn: Arc<Conn>,
+    /// Its request.
+    pub id: u64,
+}
+impl Asker {
+    fn answer(self, result: Result<VmmReply, Fault>) {
+        self.conn.reply(self.id, result);
+    }
+}
+
+/// What the loop is asked to do.
+pub enum Command {
+    /// Boot or restore.
+    Start { request: Box<StartRequest>, handed: Box<Handed>, asker: Asker, at: Instant },
+    /// Stop the vCPUs.
+    Pause(Asker),
+    /// Let them go on.
+    Resume(Asker),
+    /// Capture and store.
+    Checkpoint { request: Request, asker: Asker },
+    /// The thread that stores is done.
+    Stored { result: Result<CheckpointStats, Fault>, asker: Asker },
+    /// The channel wants the guest's port.
+    Port(u64),
+    /// Refresh the engine's counters.
+    Counters,
+    /// End because of this.
+    End { fault: Fault, code: i32 },
+    /// End because it was asked for.
+    Stop(Option<Asker>),
+}
+
+/// The loop's state.
+pub struct Runner {
+    /// What it is asked to do.
+    pub mail: Arc<Mailbox<Command>>,
+    /// Shared state.
+    pub shared: Arc<Shared>,
+    /// The node.
+    pub link: Arc<Link>,
+    /// For starting.
+    pub context: Context,
+    /// The channel.
+    pub ports: Arc<Mailbox<PortAnswer>>,
+    /// Once started.
+    pub vm: Option<Built>,
+    /// A wish for the port that waits until the guest runs.
+    pub wish: Option<u64>,
+}
+
+/// Why the loop ends.
+struct End {
+    fault: Option<Fault>,
+    code: i32,
+    asker: Option<Asker>,
+}
+
+impl Runner {
+    /// Runs until the VM is gone; returns the exit code.
+    pub fn run(mut self) -> i32 {
+        let end = loop {
+            if let Some(end) = self.turn() {
+                break end;
+            }
+        };
+        self.shared.set_phase(VmPhase::Dead);
+        if let Some(vm) = &mut self.vm {
+            vm.engine.kill();
+        }
+        if let Some(fault) = end.fault {
+            tracing::warn!("{fault}");
+            self.link.event(VmmEvent::Died { fault });
+        }
+        if let Some(asker) = end.asker {
+            asker.answer(Ok(VmmReply::Done {}));
+        }
+        end.code
+    }
+
+    fn turn(&mut self) -> Option<End> {
+        self.wait();
+        for command in self.mail.take() {
+            if let Some(end) = self.carry_out(command) {
+                return Some(end);
+            }
+        }
+        if let Some(vm) = &mut self.vm {
+            self.shared.set_counters(vm.engine.counters());
+            if let Some(exit) = vm.engine.exited() {
+                return Some(End { fault: Some(exit.fault), code: exit_code::DIED, asker: None });
+            }
+        }
+        self.give_port();
+        None
+    }
+
+    fn wait(&self) {
+        let mut fds = vec![PollFd::from_borrowed_fd(self.mail.as_fd(), PollFlags::IN)];
+        if let Some(vm) = &self.vm {
+            fds.push(PollFd::from_borrowed_fd(crate::sys::borrow(vm.engine.as_ref()), PollFlags::IN));
+        }
+        if let Err(e) = poll(&mut fds, None)
+            && e != rustix::io::Errno::INTR
+        {
+            tracing::error!("poll: {e}");
+        }
+    }
+
+    fn carry_out(&mut self, command: Command) -> Option<End> {
+        match command {
+            Command::Start { request, mut handed, asker, at } => return self.start(*request, &mut handed, asker, at),
+            Command::Pause(asker) => asker.answer(self.pause()),
+            Command::Resume(asker) => asker.answer(self.resume()),
+            Command::Checkpoint { request, asker } => self.checkpoint(&request, asker),
+            Command::Stored { result, asker } => asker.answer(result.map(|stats| VmmReply::Checkpoint { stats })),
+            Command::Port(wish) => self.wish = Some(wish),
+            Command::Counters => {}
+            Command::End { fault, code } => return Some(End { fault: Some(fault), code, asker: None }),
+            Command::Stop(asker) => return Some(End { fault: None, code: exit_code::STOPPED, asker }),
+        }
+        None
+    }
+
+    fn start(&mut self, request: StartRequest, handed: &mut Handed, asker: Asker, at: Instant) -> Option<End> {
+        let mut built = match build(&self.context, handed, request) {
+            Ok(b) => b,
+            Err(fault) => return Some(Self::start_failed(fault, asker)),
+        };
+        if let Err(fault) = built.engine.run() {
+            let fault = built.engine.exited().map_or(fault, |e| e.fault);
+            built.engine.kill();
+            return Some(Self::start_failed(fault, asker));
+        }
+        let first_run_us = u64::try_from(at.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let engine_version = built.engine.machine().engine_version;
+        self.shared.set_phase(VmPhase::Running);
+        self.vm = Some(built);
+        tracing::info!("running after {first_run_us} us on {engine_version}");
+        asker.answer(Ok(VmmReply::Started { first_run_us, engine_version }));
+        None
+    }
+
+    fn start_failed(fault: Fault, asker: Asker) -> End {
+        asker.answer(Err(fault.clone()));
+        End { fault: Some(fault), code: exit_code::START_FAILED, asker: None }
+    }
+
+    fn pause(&mut self) -> Result<VmmReply, Fault> {
+        let vm = self.vm.as_mut().ok_or_else(no_vm)?;
+        if self.shared.own_phase() == VmPhase::Running {
+            vm.engine.pause(PAUSE_BOUND)?;
+            self.shared.set_phase(VmPhase::Paused);
+        }
+        Ok(VmmReply::Done {})
+    }
+
+    fn resume(&mut self) -> Result<VmmReply, Fault> {
+        let vm = self.vm.as_mut().ok_or_else(no_vm)?;
+        if self.shared.own_phase() == VmPhase::Paused {
+            vm.engine.run()?;
+            self.shared.set_phase(VmPhase::Running);
+        }
+        Ok(VmmReply::Done {})
+    }
+
+    fn checkpoint(&mut self, request: &Request, asker: Asker) {
+        let Some(vm) = self.vm.as_mut() else { return asker.answer(Err(no_vm())) };
+        let was_paused = self.shared.own_phase() == VmPhase::Paused;
+        let captured = match vm.pipeline.capture(vm.engine.as_mut(), request) {
+            Ok(c) => c,
+            Err(fault) => return asker.answer(Err(fault)),
+        };
+        if was_paused {
+            if let Err(f) = vm.engine.pause(PAUSE_BOUND) {
+                tracing::warn!("{f}");
+                self.shared.set_phase(VmPhase::Running);
+            }
+        } else {
+            self.link.event(VmmEvent::Resumed { pause_us: captured.pause_us() });
+        }
+        let (pipeline, mail) = (vm.pipeline.clone(), self.mail.clone());
+        store_beside(pipeline, captured, asker, mail);
+    }
+
+    /// Connects the guest's port once the guest runs.
+    fn give_port(&mut self) {
+        let Some(vm) = self.vm.as_mut().filter(|_| self.shared.phase() == VmPhase::Running) else { return };
+        if let Some(wish) = self.wish.take() {
+            let port = vm.engine.connect_port();
+            if self.ports.push(PortAnswer { wish, port }).is_err() {
+                tracing::error!("the channel does not take its port");
+            }
+        }
+    }
+}
+
+fn no_vm() -> Fault {
+    Fault::new("not-ready", "reach the VM", "there is none", "send boot or restore first")
+}
+
+fn store_beside(pipeline: Arc<Pipeline>, captured: Captured, asker: Asker, mail: Arc<Mailbox<Command>>) {
+    let conn = asker.conn.clone();
+    let id = asker.id;
+    let started = std::thread::Builder::new().name("ks-store".into()).spawn(move || {
+        let result = pipeline.store(captured);
+        if let Err(Command::Stored { result, asker }) = mail.push(Command::Stored { result, asker }) {
+            asker.answer(result.map(|stats| VmmReply::Checkpoint { stats }));
+        }
+    });
+    if let Err(e) = started {
+        conn.reply(id, Err(Fault::new("internal", "store a checkpoint", e.to_string(), "free some memory")));
+    }
+}
