@@ -1,2 +1,83 @@
-//! Placeholder until this program lands.
-fn main() {}
+//! `ks`: the command line of KeepState. Links nothing of ours but the formats; speaks to the node over its API.
+
+mod args;
+mod bench;
+mod config;
+mod demo;
+mod escape;
+mod failure;
+mod help;
+mod host;
+mod human;
+mod modes;
+mod output;
+mod plan;
+mod replies;
+mod sequences;
+mod table;
+mod target;
+mod verbs;
+
+use args::{Cli, Verb};
+use clap::{CommandFactory, Parser};
+use clap_complete::CompleteEnv;
+use failure::{FAILED, Failure, Res, USAGE};
+use output::Ctx;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    CompleteEnv::with_factory(Cli::command).complete();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(e) => return ExitCode::from(not_parsed(&e)),
+    };
+    let json = cli.global.json;
+    let code = match run(cli) {
+        Ok(code) => code,
+        Err(f) => {
+            output::report(&f, json);
+            f.exit
+        }
+    };
+    // Threads that wait for a keyboard or a pipe do not keep the process.
+    std::process::exit(i32::from(code))
+}
+
+fn run(cli: Cli) -> Res<u8> {
+    let Some(verb) = cli.verb else {
+        print!("{}", help::OVERVIEW);
+        return Ok(0);
+    };
+    match &verb {
+        Verb::TtyGuard => return Ok(host::guard::run()),
+        Verb::Detach(c) => return Err(host::daemon::detach(&c.command)),
+        _ => {}
+    }
+    let flags = config::Layer { address: cli.global.address.clone(), ..config::Layer::default() };
+    let ctx = Ctx::new(&cli.global, host::settings::load(flags)?, host::settings::data_dir());
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let runtime = runtime.map_err(|e| Failure::local("cannot start", e, "free some memory"))?;
+    let done = runtime.block_on(verbs::dispatch(&ctx, verb));
+    runtime.shutdown_background();
+    done
+}
+
+/// Help and versions go to stdout with 0; mistakes to stderr with 2, or as JSON when that was asked for.
+fn not_parsed(e: &clap::Error) -> u8 {
+    use clap::error::ErrorKind;
+    let wanted = matches!(e.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
+    let mine = std::env::args_os().take_while(|a| a != "--").any(|a| a == "--json");
+    if mine && !wanted {
+        let text = e.to_string();
+        let mut lines = text.lines().map(str::trim).filter(|l| !l.is_empty());
+        let what = lines.next().unwrap_or_default().trim_start_matches("error: ").to_owned();
+        let why = lines.collect::<Vec<_>>().join("; ");
+        output::report(&Failure::usage(what, why, "see `ks help`"), true);
+        return USAGE;
+    }
+    match e.print() {
+        Ok(()) if wanted => 0,
+        Ok(()) => USAGE,
+        Err(_) => FAILED,
+    }
+}

@@ -1,0 +1,158 @@
+//! What `ks` explains: the overview, and topics for `ks help TOPIC`. Pure text.
+
+/// `ks` without arguments: twelve lines, examples first.
+pub const OVERVIEW: &str = "\
+KeepState: machines for coding agents that survive a crash. First steps:
+  ks doctor                              check this machine
+  ks up                                  start a node here
+  ks run --sync . -- AGENT COMMAND       copy this folder in, run a command, open its terminal
+  ks ls ; ks attach NAME                 list sessions; go back into one (Enter ~ d leaves it)
+  ks exec NAME -- make test              run a program in it, byte for byte
+  ks checkpoint NAME -m \"tests green\"    a point to go back to (ks restore NAME@c7)
+  ks fork NAME@c7 -n 3                   three machines that go on from there
+  ks kill NAME                           crash it on purpose and see it come back
+Look: show checkpoints tree diff logs events   Move: cp park wake stop rm   More: image demo bench
+Every verb: --json --quiet --no-input. `ks VERB --help` has the options.
+Topics: ks help config | exit-codes | terminal | sync | checkpoints | completion
+";
+
+/// Topics and their text.
+pub const TOPICS: [(&str, &str); 7] = [
+    (
+        "config",
+        "\
+Settings, the upper one wins:
+  1. options            --address, --engine, --memory, ...
+  2. environment        KS_ADDR KS_TOKEN KS_API_FILE KS_ENGINE KS_IMAGE KS_MEMORY KS_VCPUS KS_CADENCE KS_IDLE_PARK
+  3. .ks.toml           in this folder or one above; sizes and engine only, never an address or a token
+  4. user configuration $XDG_CONFIG_HOME/keepstate/config.toml (~/.config/keepstate/config.toml)
+
+  engine = \"auto\"       # auto, kvm or qemu
+  image = \"default\"
+  memory_mib = 2048
+  vcpus = 1
+  cadence_s = 60        # seconds between checkpoints; 0 is never
+  idle_park_s = 0       # park after so many idle seconds; 0 is never
+  address = \"127.0.0.1:7700\"   # user configuration only, like token and api_file
+
+The node on this machine is found by api.json in its data folder: KS_HOME, else $XDG_DATA_HOME/keepstate, else
+~/.local/share/keepstate. NO_COLOR turns colours off. KS_LIBEXEC names the folder of ksd and its helpers.
+",
+    ),
+    (
+        "exit-codes",
+        "\
+  0      success; also a detach from a terminal
+  1      the answer is no (`ks doctor` found something)
+  2      usage
+  4      not allowed
+  124    a deadline passed
+  125    ks or the node failed before the command ran (no such session, no node, ...)
+  126    the command is not executable      127  the command was not found
+  130    interrupted by Ctrl-C
+  255    the link was lost; the outcome is unknown
+`ks exec` otherwise passes the program's own code through (128+N when signal N ended it).
+With --json an error is one object on stdout: schema ks.error.v1, code, what, why, next, exit.
+",
+    ),
+    (
+        "terminal",
+        "\
+In an attached terminal every key goes to the session, but for these, after Enter:
+  ~ d    detach: the session goes on, ks ends with 0
+  ~ .    cut the link: for when the far side is dead; ks ends with 255
+  ~ ~    one ~
+A single ~ is passed on at the next key, or by itself after 0.3 s. Pasted text is never searched for these keys.
+When the link is lost or the session comes back from a crash, ks says so in one line and reconnects by itself; keys
+typed meanwhile are dropped. Whatever ends ks, the terminal is put back as it was. `ks exec -t` knows ~ . only.
+",
+    ),
+    (
+        "sync",
+        "\
+`ks run --sync DIR` copies DIR to /workspace/<its name> before the command starts. Only named folders travel.
+  - What .gitignore skips stays here; git itself decides (so git should be installed). --include PATH carries more.
+  - .git comes along without its locks; a linked working tree's commits come as a repository of their own.
+  - Links are copied as text and never followed; pipes, sockets and devices stay here.
+  - `ks run --plan --sync DIR` only shows the plan.
+Single files: `ks cp FILE SESSION:PATH` and back. `ks cp SESSION:PATH DIR` never writes outside DIR.
+",
+    ),
+    (
+        "checkpoints",
+        "\
+A checkpoint holds memory, disk and devices of one instant, and is named c1, c2, ... in its session.
+  ks checkpoint S -m NOTE [--pin]   now, while it runs        ks checkpoints S    list
+  ks restore S@c7                   put S back                ks diff S@c3 c7     files that differ
+  ks fork S@c7 -n 3                 new sessions from it      ks tree S           the family
+  ks park S ; ks wake S             give memory and CPU back, and take them again
+They are also taken by themselves every --cadence seconds. Going back loses what came after: fork instead to keep both.
+",
+    ),
+    (
+        "completion",
+        "\
+  bash   echo 'source <(ks completion bash)' >> ~/.bashrc
+  zsh    echo 'source <(ks completion zsh)' >> ~/.zshrc
+  fish   ks completion fish > ~/.config/fish/completions/ks.fish
+Session names complete too, while the node answers. Man page: ks man > ks.1
+",
+    ),
+    (
+        "one-node",
+        "\
+A single node survives the death of a VM, of its daemon, and a restart of the machine: sessions come back from their
+last checkpoint. It does not survive the loss of its disk: there is no second copy anywhere.
+",
+    ),
+];
+
+/// A topic's text.
+pub fn topic(name: &str) -> Option<&'static str> {
+    TOPICS.iter().find(|(n, _)| *n == name).map(|(_, t)| *t)
+}
+
+/// The candidate nearest to what was typed, if it is near: at most a third of the letters differ.
+pub fn nearest<'a>(typed: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let near = (typed.chars().count() / 3).max(1);
+    candidates.into_iter().map(|c| (distance(typed, c), c)).filter(|(d, _)| *d <= near).min().map(|(_, c)| c)
+}
+
+/// Letters to insert, delete, change or swap.
+fn distance(a: &str, b: &str) -> usize {
+    let (a, b): (Vec<char>, Vec<char>) = (a.chars().take(64).collect(), b.chars().take(64).collect());
+    let mut rows = vec![vec![0; b.len() + 1]; a.len() + 1];
+    for i in 0..=a.len() {
+        for j in 0..=b.len() {
+            rows[i][j] = if i == 0 || j == 0 {
+                i + j
+            } else {
+                let change = rows[i - 1][j - 1] + usize::from(a[i - 1] != b[j - 1]);
+                let swap = i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1];
+                let best = change.min(rows[i - 1][j] + 1).min(rows[i][j - 1] + 1);
+                if swap { best.min(rows[i - 2][j - 2] + 1) } else { best }
+            };
+        }
+    }
+    rows[a.len()][b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_overview_is_twelve_lines_that_fit_a_terminal() {
+        assert_eq!(OVERVIEW.lines().count(), 12);
+        assert!(OVERVIEW.lines().chain(TOPICS.iter().flat_map(|t| t.1.lines())).all(|l| l.chars().count() <= 120));
+    }
+
+    #[test]
+    fn near_misses_find_the_word_and_others_do_not() {
+        let verbs = ["checkpoint", "checkpoints", "attach", "ls", "rm", "run"];
+        assert_eq!(nearest("chekpoint", verbs), Some("checkpoint"));
+        assert_eq!(nearest("atatch", verbs), Some("attach"));
+        assert_eq!(nearest("sl", verbs), Some("ls"));
+        assert_eq!(nearest("frobnicate", verbs), None);
+    }
+}

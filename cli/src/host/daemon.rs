@@ -1,0 +1,120 @@
+//! Starts and stops the node's program, `ksd`, on this machine.
+//!
+//! `ksd supervise --data-dir DIR` keeps `ksd` alive; it ends, without starting another, when it is told so by SIGTERM.
+//! Its process id is in DIR/supervisor.pid, and api.json names that of the daemon itself.
+
+use crate::failure::{Failure, Res};
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use std::ffi::OsString;
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// The program `ksd`: in KS_LIBEXEC, else beside our own.
+pub fn program() -> Res<PathBuf> {
+    let own =
+        std::env::current_exe().map_err(|e| Failure::local("cannot find my own program", e, "start ks by its full path"))?;
+    let dir = match std::env::var_os("KS_LIBEXEC").filter(|v| !v.is_empty()) {
+        Some(d) => PathBuf::from(d),
+        None => own.parent().map(Path::to_path_buf).unwrap_or_default(),
+    };
+    let ksd = dir.join("ksd");
+    if ksd.is_file() {
+        return Ok(ksd);
+    }
+    Err(Failure::new(
+        "local",
+        "cannot start a node",
+        format!("there is no {}", ksd.display()),
+        "install all programs in one folder, or set KS_LIBEXEC to it",
+    ))
+}
+
+fn arguments(data_dir: &Path) -> [OsString; 3] {
+    ["supervise".into(), "--data-dir".into(), data_dir.as_os_str().to_owned()]
+}
+
+/// The log of a node that runs away from the terminal.
+pub fn log_file(data_dir: &Path) -> PathBuf {
+    data_dir.join("ksd.log")
+}
+
+/// Makes the data folder, for its owner only.
+pub fn make_data_dir(data_dir: &Path) -> Res<()> {
+    use std::os::unix::fs::DirBuilderExt;
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(data_dir);
+    made.map_err(|e| Failure::local(format!("cannot make {}", data_dir.display()), e, "set KS_HOME to a folder of yours"))
+}
+
+/// Becomes the node; returns only if that fails.
+pub fn become_node(data_dir: &Path) -> Res<std::convert::Infallible> {
+    let ksd = program()?;
+    let e = Command::new(&ksd).args(arguments(data_dir)).exec();
+    Err(Failure::local(format!("cannot run {}", ksd.display()), e, "is it a program for this machine?"))
+}
+
+/// Starts the node in a session of its own, away from the terminal. The child is the supervisor itself.
+pub fn start(data_dir: &Path) -> Res<std::process::Child> {
+    let ksd = program()?;
+    let bad =
+        |e: std::io::Error| Failure::local(format!("cannot start {}", ksd.display()), e, "is it a program for this machine?");
+    let path = log_file(data_dir);
+    let log: File = OpenOptions::new().append(true).create(true).mode(0o600).open(&path).map_err(bad)?;
+    let me = std::env::current_exe().map_err(bad)?;
+    Command::new(me)
+        .arg("__detach")
+        .arg(&ksd)
+        .args(arguments(data_dir))
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .stdout(log.try_clone().map_err(bad)?)
+        .stderr(log)
+        .spawn()
+        .map_err(bad)
+}
+
+/// Leaves the caller's session, then becomes the command.
+pub fn detach(command: &[OsString]) -> Failure {
+    // Failing means that it leads a session already.
+    let _ = rustix::process::setsid();
+    let Some((program, args)) = command.split_first() else {
+        return Failure::usage("nothing to run", "no command was given", "this verb is for ks itself");
+    };
+    let e = Command::new(program).args(args).exec();
+    Failure::local(format!("cannot run {}", Path::new(program).display()), e, "is it a program for this machine?")
+}
+
+/// The supervisor's process id, if its file names a live one.
+pub fn supervisor(data_dir: &Path) -> Option<u32> {
+    let text = std::fs::read_to_string(data_dir.join("supervisor.pid")).ok()?;
+    text.trim().parse().ok().filter(|p| alive(*p))
+}
+
+fn pid(raw: u32) -> Option<Pid> {
+    i32::try_from(raw).ok().filter(|p| *p > 1).and_then(Pid::from_raw)
+}
+
+/// Does this process exist and is it a `ksd`? (A number alone may be somebody else's by now.)
+pub fn alive(raw: u32) -> bool {
+    let exists = pid(raw).is_some_and(|p| test_kill_process(p).is_ok());
+    let name = std::fs::read_to_string(format!("/proc/{raw}/comm")).unwrap_or_default();
+    let zombie = std::fs::read_to_string(format!("/proc/{raw}/stat"))
+        .is_ok_and(|s| s.rsplit(") ").next().is_some_and(|r| r.starts_with('Z')));
+    exists && !zombie && name.trim_end().starts_with("ksd")
+}
+
+/// Sends a signal to a live `ksd`.
+pub fn signal(raw: u32, hard: bool) -> bool {
+    let which = if hard { Signal::KILL } else { Signal::TERM };
+    alive(raw) && pid(raw).is_some_and(|p| kill_process(p, which).is_ok())
+}
+
+/// The end of the node's log.
+pub fn log_tail(data_dir: &Path, lines: usize) -> String {
+    let text = std::fs::read(log_file(data_dir)).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    let all: Vec<&str> = text.lines().collect();
+    all[all.len().saturating_sub(lines)..].join("\n")
+}

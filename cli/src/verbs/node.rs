@@ -1,0 +1,117 @@
+//! `ks up` and `ks down`.
+
+use crate::args;
+use crate::failure::{Failure, Res};
+use crate::host::daemon;
+use crate::host::http::{Node, read_api_file};
+use crate::output::{Ctx, with_schema};
+use crate::table::clean;
+use ks_proto::api::NodeInfo;
+use serde_json::json;
+use std::time::{Duration, Instant};
+
+const POLL: Duration = Duration::from_millis(50);
+
+async fn answering(node: &Node) -> Option<NodeInfo> {
+    tokio::time::timeout(Duration::from_secs(2), node.get("/v1/node")).await.ok()?.ok()
+}
+
+/// Starts the node of this machine unless it runs.
+pub async fn up(ctx: &Ctx, a: args::Up) -> Res<u8> {
+    let file = ctx.data_dir.join("api.json");
+    let running = match Node::from_file(&file) {
+        Ok(n) => answering(&n).await.map(|i| (n, i)),
+        Err(_) => None,
+    };
+    if let Some((node, info)) = running {
+        ctx.note("a node is running already");
+        return said(ctx, &node, &info, false);
+    }
+    daemon::make_data_dir(&ctx.data_dir)?;
+    if a.foreground {
+        match daemon::become_node(&ctx.data_dir)? {}
+    }
+    let mut child = daemon::start(&ctx.data_dir)?;
+    let until = Instant::now() + Duration::from_secs(a.timeout);
+    let mut bar = ctx.bar();
+    loop {
+        bar.step("starting the node", 0, 0);
+        if let Ok(node) = Node::from_file(&file)
+            && let Some(info) = answering(&node).await
+        {
+            bar.clear();
+            return said(ctx, &node, &info, true);
+        }
+        let log = daemon::log_file(&ctx.data_dir);
+        let next = format!("read {}, then `ks doctor`", log.display());
+        if let Ok(Some(status)) = child.try_wait() {
+            bar.clear();
+            let tail = daemon::log_tail(&ctx.data_dir, 5);
+            return Err(Failure::new("node-down", "the node ended while starting", format!("{status}\n{tail}"), next));
+        }
+        if Instant::now() >= until {
+            bar.clear();
+            let why = format!("it did not answer in {} s; it goes on starting", a.timeout);
+            return Err(Failure::new("timeout", "the node is not up yet", why, next));
+        }
+        tokio::time::sleep(POLL).await;
+    }
+}
+
+fn said(ctx: &Ctx, node: &Node, info: &NodeInfo, started: bool) -> Res<u8> {
+    let value = serde_json::to_value(info).unwrap_or_default();
+    let mut value = with_schema("ks.up.v1", value);
+    value["started"] = started.into();
+    value["url"] = node.base().into();
+    ctx.result(&value, || {
+        format!(
+            "node up at {}  engine {} ({}): {}\n",
+            node.base(),
+            engine(info.engine),
+            clean(&info.profile),
+            clean(&info.engine_why)
+        )
+    })?;
+    ctx.note(&format!("note: {}", clean(&info.warning)));
+    Ok(0)
+}
+
+/// An engine's name as it is written in options.
+pub fn engine(e: ks_proto::manifest::EngineKind) -> String {
+    serde_json::to_value(e).ok().and_then(|v| v.as_str().map(str::to_owned)).unwrap_or_else(|| "?".into())
+}
+
+/// Stops the node of this machine.
+pub async fn down(ctx: &Ctx, a: args::Down) -> Res<u8> {
+    let api = read_api_file(&ctx.data_dir.join("api.json")).ok();
+    let daemon_pid = api.map(|f| f.pid);
+    let supervisor = daemon::supervisor(&ctx.data_dir);
+    // The supervisor first: it would start another daemon.
+    let all: Vec<u32> = supervisor.into_iter().chain(daemon_pid).filter(|p| daemon::alive(*p)).collect();
+    if all.is_empty() {
+        ctx.note("no node is running here");
+        ctx.result(&json!({"schema": "ks.down.v1", "stopped": []}), String::new)?;
+        return Ok(0);
+    }
+    all.iter().for_each(|p| _ = daemon::signal(*p, false));
+    let mut until = Instant::now() + Duration::from_secs(10);
+    let mut forced = false;
+    let mut bar = ctx.bar();
+    while all.iter().any(|p| daemon::alive(*p)) {
+        bar.step("stopping the node", 0, 0);
+        if Instant::now() >= until {
+            if !a.force || forced {
+                let next = if a.force { "look at the processes" } else { "`ks down --force` kills it" };
+                return Err(Failure::new("timeout", "the node has not ended", "it was told to 10 s ago", next));
+            }
+            forced = true;
+            until = Instant::now() + Duration::from_secs(5);
+            all.iter().for_each(|p| _ = daemon::signal(*p, true));
+        }
+        tokio::time::sleep(POLL).await;
+    }
+    bar.clear();
+    ctx.note("sessions that were running keep running; `ks up` takes them over again");
+    ctx.result(&json!({"schema": "ks.down.v1", "stopped": all}), || "node down\n".to_owned())?;
+    Ok(0)
+}

@@ -1,0 +1,155 @@
+//! Verbs on whole sessions: `ks ls`, `show`, `logs`, `park`, `wake`, `stop`, `rm`.
+
+use super::node::engine;
+use super::now_ms;
+use crate::args;
+use crate::failure::{Failure, Res};
+use crate::host::http::Node;
+use crate::human;
+use crate::output::{Ctx, with_schema};
+use crate::table::{Align, Table, clean};
+use crate::target;
+use ks_proto::api::{Checkpoint, Session, SessionState};
+use serde_json::{Value, json};
+
+/// Lists sessions.
+pub async fn ls(ctx: &Ctx) -> Res<u8> {
+    let node = Node::find(ctx)?;
+    let all: Vec<Session> = node.get("/v1/sessions").await?;
+    let now = now_ms();
+    ctx.result(&json!({"schema": "ks.sessions.v1", "sessions": all}), || {
+        let head = [("NAME", Align::Left), ("STATE", Align::Left), ("ENGINE", Align::Left), ("MEMORY", Align::Right)];
+        let more = [("LAST-CHECKPOINT", Align::Left), ("AGE", Align::Right), ("COMMAND", Align::Left)];
+        let mut t = Table::new(&[head.as_slice(), more.as_slice()].concat());
+        for s in &all {
+            t.row(vec![
+                s.name.to_string(),
+                s.state.to_string(),
+                engine(s.engine),
+                human::mib(s.memory_mib << 20),
+                s.last_checkpoint
+                    .as_ref()
+                    .map_or("never".into(), |c| format!("c{}, {} ago", c.number, human::age(now, c.created_unix_ms))),
+                human::age(now, s.created_unix_ms),
+                human::command(&s.command, 40),
+            ]);
+        }
+        t.render()
+    })?;
+    if all.is_empty() {
+        ctx.note("no sessions; make one: ks run -- CMD");
+    }
+    for s in all.iter().filter(|s| s.state == SessionState::Failed) {
+        ctx.note(&format!("{} failed: {}", s.name, clean(&s.reason)));
+    }
+    Ok(0)
+}
+
+/// One line about a checkpoint.
+pub fn checkpoint_line(c: &Checkpoint) -> String {
+    format!(
+        "c{}  {} logical, {} stored, pause {}{}{}",
+        c.number,
+        human::mib(c.logical_bytes),
+        human::mib(c.stored_bytes),
+        human::micros(c.pause_us),
+        if c.pinned { ", pinned" } else { "" },
+        if c.message.is_empty() { String::new() } else { format!("  {}", clean(&c.message)) },
+    )
+}
+
+/// Shows one session.
+pub async fn show(ctx: &Ctx, name: &str) -> Res<u8> {
+    let name = target::session(name)?;
+    let s = Node::find(ctx)?.session(&name).await?;
+    ctx.result(&s, || facts(&s, now_ms()))?;
+    Ok(0)
+}
+
+fn facts(s: &Session, now: u64) -> String {
+    let every = |n: u64| if n == 0 { "never".to_owned() } else { human::seconds(n) };
+    let mut all: Vec<(&str, String)> = vec![
+        ("name", s.name.to_string()),
+        ("id", s.id.to_string()),
+        ("state", if s.reason.is_empty() { s.state.to_string() } else { format!("{}: {}", s.state, clean(&s.reason)) }),
+        ("command", human::command(&s.command, 200)),
+        ("engine", format!("{} ({}): {}", engine(s.engine), clean(&s.profile), clean(&s.engine_why))),
+        ("image", clean(&s.image)),
+        ("size", format!("{} memory, {}", human::mib(s.memory_mib << 20), human::count(s.vcpus.into(), "vCPU"))),
+        ("run", s.token.to_string()),
+        ("created", format!("{} UTC ({} ago)", human::utc(s.created_unix_ms), human::age(now, s.created_unix_ms))),
+        ("checkpoints", format!("{}, one every {}", s.checkpoints, every(s.cadence_s))),
+        ("parks after", every(s.idle_park_s)),
+    ];
+    if let Some(c) = &s.last_checkpoint {
+        all.push((
+            "last",
+            format!("{} ({} ago, {})", checkpoint_line(c), human::age(now, c.created_unix_ms), clean(&c.durability)),
+        ));
+    }
+    if let Some(f) = &s.forked_from {
+        all.push(("forked from", format!("{}@c{}", clean(&f.name), f.number)));
+    }
+    if let Some(i) = &s.last_interruption {
+        all.push((
+            "interrupted",
+            format!(
+                "{} ago ({}): back after {} from c{}, {} of work lost",
+                human::age(now, i.at_unix_ms),
+                clean(&i.cause),
+                human::millis(i.ready_ms),
+                i.checkpoint,
+                human::millis(i.lost_ms)
+            ),
+        ));
+    }
+    if let Some(p) = s.vmm_pid {
+        all.push(("vmm process", p.to_string()));
+    }
+    all.iter().map(|(k, v)| format!("{k:<12} {v}\n")).collect()
+}
+
+/// Shows what the main window has printed.
+pub async fn logs(ctx: &Ctx, a: args::Logs) -> Res<u8> {
+    let name = target::session(&a.session)?;
+    let text = Node::find(ctx)?.get_text(&format!("/v1/sessions/{name}/logs?lines={}", a.lines)).await?;
+    let text = String::from_utf8_lossy(&text).into_owned();
+    ctx.result(&json!({"schema": "ks.logs.v1", "session": name, "text": text}), || text.clone())?;
+    Ok(0)
+}
+
+/// Parks, wakes or stops each of the sessions.
+pub async fn each(ctx: &Ctx, verb: &str, names: &[String]) -> Res<u8> {
+    let node = Node::find(ctx)?;
+    let names: Vec<String> = names.iter().map(|n| target::session(n)).collect::<Res<_>>()?;
+    for name in names {
+        let mut bar = ctx.bar();
+        let begun = std::time::Instant::now();
+        let got: Value = node.call(&format!("/v1/sessions/{name}/{verb}"), &json!({}), &mut bar).await?;
+        let us = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let state = got["state"].as_str().unwrap_or(verb).to_owned();
+        let mut value = with_schema("ks.session.v1", got);
+        value["took_us"] = us.into();
+        ctx.result(&value, || format!("{name} {} in {}\n", clean(&state), human::micros(us)))?;
+    }
+    Ok(0)
+}
+
+/// Deletes sessions. The node says what would be lost when it refuses.
+pub async fn rm(ctx: &Ctx, a: args::Rm) -> Res<u8> {
+    let node = Node::find(ctx)?;
+    let names: Vec<String> = a.sessions.iter().map(|n| target::session(n)).collect::<Res<_>>()?;
+    let mut first: Option<Failure> = None;
+    for name in names {
+        let path = format!("/v1/sessions/{name}{}", if a.force { "?force=1" } else { "" });
+        match node.delete(&path).await {
+            Ok(_) => {
+                ctx.result(&json!({"schema": "ks.rm.v1", "session": name, "removed": true}), || format!("{name} removed\n"))?
+            }
+            // The others are still removed; the first refusal is the exit code.
+            Err(f) if a.sessions.len() > 1 && first.is_some() => crate::output::report(&f, ctx.json),
+            Err(f) => first = Some(f),
+        }
+    }
+    first.map_or(Ok(0), Err)
+}
