@@ -87,6 +87,10 @@ impl Memory {
         }
         Ok(Collected { chunks: dirty, tracker })
     }
+    /// True if writes are tracked; else every checkpoint hashes all memory in use.
+    pub fn is_tracked(&self) -> bool {
+        self.shared.tracked.get().is_some()
+    }
     /// The bytes of a chunk in the memory file; holes read as zeros.
     pub fn read_chunk(&self, index: u32, buf: &mut [u8]) -> Result<(), Fault> {
         read_exact(&self.shared, u64::from(index) * CHUNK_BYTES as u64, buf)

@@ -307,4 +307,4 @@ fn io_fault(what: &str, e: Errno) -> Fault {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
