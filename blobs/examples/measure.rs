@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use ks_blobs::{KeyRing, Store, UploadScope};
 use ks_proto::chunk::{CHUNK_BYTES, DomainKey, ObjectKind, is_zeros};
 use ks_proto::ids::{ChunkId, SessionId};
-use ks_proto::manifest::{Manifest, Map, SEGMENT_CHUNKS, encode_segment};
+use ks_proto::manifest::{EngineKind, Machine, Manifest, Map, SEGMENT_CHUNKS, encode_segment};
 use ks_proto::pack::{PackBuilder, ROW_BYTES};
 use std::collections::HashSet;
 use std::io::Read;
@@ -187,11 +187,33 @@ fn checkpoint_of_25k(store: &std::sync::Arc<Store>, keys: &KeyRing, image: &Mani
         }
         memory.segments.push(id);
     }
+    let state = vec![5u8; 50_000];
+    let state_id = key.name(ObjectKind::State, &state);
+    put(ObjectKind::State, state_id, &state)?;
     let (tail, name, _) = b.finish();
     bytes.extend(tail);
     file.write_all_at(&bytes, 0)?;
     up.pack_done(name, bytes.len() as u64)?;
-    let m = Manifest { session: SessionId([1; 16]), memory, ..image.clone() };
+    let machine = Machine {
+        engine: EngineKind::Qemu,
+        profile: "tcg".into(),
+        engine_version: "measured".into(),
+        cpu_model: "max".into(),
+        features: vec![],
+        tsc_khz: 1,
+        vcpus: 1,
+        cmdline: String::new(),
+        kernel_hash: String::new(),
+        initrd_hash: String::new(),
+    };
+    let m = Manifest {
+        session: SessionId([1; 16]),
+        machine: Some(machine),
+        state: vec![state_id],
+        state_bytes: 50_000,
+        memory,
+        ..image.clone()
+    };
     Ok(up.commit(&m.encode())?)
 }
 

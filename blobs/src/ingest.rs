@@ -42,6 +42,13 @@ pub struct Ingested {
     pub stored_bytes: u64,
 }
 
+/// One chunk as read: its place in the image, and its bytes.
+type Plain = (usize, Vec<u8>);
+/// Chunks on their way to the sealers, numbered in the image's order.
+type Batch = (usize, Vec<Plain>);
+/// The same batch on its way to the packs.
+type SealedBatch = (usize, Result<Vec<Sealed>, StoreError>);
+
 /// One chunk after the sealers: its place in the image, its name, and the sealed bytes unless it is here already.
 struct Sealed {
     at: usize,
@@ -111,8 +118,8 @@ impl Store {
         upload: &Upload,
         sink: &mut dyn FnMut(Vec<Sealed>) -> Result<(), StoreError>,
     ) -> Result<(), StoreError> {
-        let (to_seal, batches) = sync_channel::<(usize, Vec<(usize, Vec<u8>)>)>(QUEUE);
-        let (to_write, sealed) = sync_channel::<(usize, Result<Vec<Sealed>, StoreError>)>(QUEUE);
+        let (to_seal, batches) = sync_channel::<Batch>(QUEUE);
+        let (to_write, sealed) = sync_channel::<SealedBatch>(QUEUE);
         // Owned by the sealers alone: when they end early the reader's next send fails, and it ends too.
         let batches = Arc::new(Mutex::new(batches));
         let seen = Mutex::new(HashSet::new());
@@ -137,7 +144,7 @@ impl Store {
 }
 
 fn write_in_order(
-    sealed: Receiver<(usize, Result<Vec<Sealed>, StoreError>)>,
+    sealed: Receiver<SealedBatch>,
     sink: &mut dyn FnMut(Vec<Sealed>) -> Result<(), StoreError>,
 ) -> Result<(), StoreError> {
     let (mut waiting, mut next) = (BTreeMap::new(), 0);
@@ -166,12 +173,7 @@ fn image_manifest(chunks: usize) -> Manifest {
     }
 }
 
-fn read_batches(
-    disk: &dyn Disk,
-    image: &File,
-    len: u64,
-    out: &SyncSender<(usize, Vec<(usize, Vec<u8>)>)>,
-) -> Result<(), StoreError> {
+fn read_batches(disk: &dyn Disk, image: &File, len: u64, out: &SyncSender<Batch>) -> Result<(), StoreError> {
     let shown = Path::new("the disk image");
     let size = CHUNK_BYTES as u64;
     let (mut at, mut no, mut batch) = (0u64, 0usize, Vec::with_capacity(BATCH));
@@ -198,9 +200,9 @@ fn read_batches(
 }
 
 fn seal_batches(
-    batches: &Mutex<Receiver<(usize, Vec<(usize, Vec<u8>)>)>>,
+    batches: &Mutex<Receiver<Batch>>,
     seen: &Mutex<HashSet<ChunkId>>,
-    out: &SyncSender<(usize, Result<Vec<Sealed>, StoreError>)>,
+    out: &SyncSender<SealedBatch>,
     key: &DomainKey,
     upload: &Upload,
 ) {

@@ -10,6 +10,7 @@ pub mod host;
 mod index;
 mod ingest;
 mod keys;
+mod load;
 mod peers;
 mod read;
 mod retention;

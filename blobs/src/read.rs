@@ -3,8 +3,9 @@
 use crate::error::{At, StoreError};
 use crate::index::{Index, Place};
 use crate::keys::KeyRing;
+use crate::load::read_all;
 use crate::peers::FetchedObject;
-use crate::store::{Store, THIS_NODE, read_all};
+use crate::store::{Store, THIS_NODE};
 use crate::upload::Upload;
 use ks_proto::chunk::{OBJECT_BYTES_MAX, ObjectKind, SEAL_OVERHEAD};
 use ks_proto::ids::{ChunkId, PackId};

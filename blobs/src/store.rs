@@ -9,20 +9,18 @@
 //! other order. So after a crash every manifest that is named has all that it refers to.
 
 use crate::error::{At, StoreError};
-use crate::host::{Disk, Found, RealDisk};
+use crate::host::{Disk, RealDisk};
 use crate::index::{Index, PackNo};
+use crate::load::{self, read_all};
 use crate::peers::{NoPeers, PeerSource};
 use crate::segments::SegmentCache;
-use ks_proto::bytes::DecodeError;
 use ks_proto::ids::{CheckpointId, ChunkId, PackId};
 use ks_proto::manifest::{MANIFEST_BYTES_MAX, Manifest};
-use ks_proto::pack::{self, HEADER_BYTES, PACK_BYTES_MAX, PackIndex, TRAILER_BYTES};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-const FORMAT: &str = "keepstate store 1";
 /// What errors call this node as a holder.
 pub(crate) const THIS_NODE: &str = "this node";
 
@@ -111,7 +109,10 @@ impl Store {
     /// # Errors
     /// As [`Self::open`].
     pub fn open_on(dir: &Path, disk: Arc<dyn Disk>) -> Result<Arc<Self>, StoreError> {
-        disk.make_dir(dir).at("create", dir)?;
+        if disk.make_dir(dir).at("create", dir)? {
+            let parent = dir.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            disk.sync_dir(parent).at("sync", parent)?;
+        }
         let lock_path = dir.join("lock");
         let lock = disk.lock(&lock_path).map_err(|e| match e.kind() {
             std::io::ErrorKind::WouldBlock => StoreError::Locked { path: dir.to_owned() },
@@ -126,11 +127,7 @@ impl Store {
             let path = incoming.join(&f.name);
             disk.unlink(&path).at("remove", &path)?;
         }
-        check_format(&*disk, dir)?;
-        let mut loader = Loader { disk: &*disk, root: dir, state: State::default(), warnings: Vec::new() };
-        loader.packs()?;
-        loader.manifests()?;
-        let Loader { state, warnings, .. } = loader;
+        let (state, warnings) = load::load(&*disk, dir)?;
         Ok(Arc::new(Self {
             root: dir.to_owned(),
             disk,
@@ -320,132 +317,7 @@ impl Store {
     }
 }
 
-fn pack_path(root: &Path, id: &PackId) -> PathBuf {
+pub(crate) fn pack_path(root: &Path, id: &PackId) -> PathBuf {
     let hex = id.to_hex();
     root.join("packs").join(&hex[..2]).join(format!("{hex}.pack"))
-}
-
-fn check_format(disk: &dyn Disk, dir: &Path) -> Result<(), StoreError> {
-    let path = dir.join("format");
-    match disk.open(&path) {
-        Ok(file) => {
-            let bytes = read_all(disk, &file, &path, 4096)?;
-            let found = String::from_utf8_lossy(&bytes).trim_end().to_owned();
-            if found == FORMAT { Ok(()) } else { Err(StoreError::Format { path, found, known: FORMAT }) }
-        }
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-            let tmp = dir.join("incoming").join("format");
-            let file = disk.create(&tmp).at("create", &tmp)?;
-            disk.append(&file, 0, format!("{FORMAT}\n").as_bytes()).at("write", &tmp)?;
-            disk.sync(&file).at("sync", &tmp)?;
-            disk.rename(&tmp, &path).at("rename", &path)?;
-            disk.sync_dir(dir).at("sync", dir)
-        }
-        Err(e) => Err(StoreError::io("open", &path, e)),
-    }
-}
-
-/// All bytes of a file of at most `max` bytes.
-pub(crate) fn read_all(disk: &dyn Disk, file: &File, path: &Path, max: u64) -> Result<Vec<u8>, StoreError> {
-    let len = disk.len(file).at("stat", path)?;
-    if len > max {
-        let why = format!("{len} bytes, the most is {max}");
-        return Err(StoreError::Decode { path: path.to_owned(), source: DecodeError::Value { what: "file", why } });
-    }
-    let mut bytes = vec![0u8; usize::try_from(len).expect("bounded above")];
-    disk.read_at(file, &mut bytes, 0).at("read", path)?;
-    Ok(bytes)
-}
-
-/// Reads a pack's index: header, trailer and table only.
-pub(crate) fn read_pack_index(disk: &dyn Disk, file: &File, path: &Path) -> Result<(u64, PackIndex), StoreError> {
-    let refused = |source| StoreError::Decode { path: path.to_owned(), source };
-    let len = disk.len(file).at("stat", path)?;
-    if len < (HEADER_BYTES + TRAILER_BYTES) as u64 || len > PACK_BYTES_MAX as u64 {
-        return Err(refused(DecodeError::Value { what: "pack", why: format!("a file of {len} bytes") }));
-    }
-    let mut header = [0u8; HEADER_BYTES];
-    disk.read_at(file, &mut header, 0).at("read", path)?;
-    let domain = pack::decode_header(&header).map_err(refused)?;
-    let mut trailer = [0u8; TRAILER_BYTES];
-    disk.read_at(file, &mut trailer, len - TRAILER_BYTES as u64).at("read", path)?;
-    let (at, table_len) = pack::decode_trailer(&trailer, len).map_err(refused)?;
-    let mut table = vec![0u8; table_len];
-    disk.read_at(file, &mut table, at).at("read", path)?;
-    Ok((len, pack::decode_table(domain, &table, &trailer).map_err(refused)?))
-}
-
-/// Builds the state from the folder.
-struct Loader<'a> {
-    disk: &'a dyn Disk,
-    root: &'a Path,
-    state: State,
-    warnings: Vec<String>,
-}
-
-impl Loader<'_> {
-    fn packs(&mut self) -> Result<(), StoreError> {
-        for (path, found) in self.files("packs", ".pack")? {
-            let Some(id) = name_of::<PackId>(&found.name, ".pack").filter(|id| pack_path(self.root, id) == path) else {
-                self.quarantine(&path, &found.name, "its name is not a pack's")?;
-                continue;
-            };
-            let file = self.disk.open(&path).at("open", &path)?;
-            match read_pack_index(self.disk, &file, &path) {
-                Ok((bytes, index)) => {
-                    self.state.index.add(id, bytes, found.modified_ms, None, index);
-                }
-                Err(StoreError::Decode { source: e @ DecodeError::Version { .. }, .. }) => {
-                    self.warnings.push(format!("pack {} is left alone and not used: {e}", path.display()));
-                }
-                Err(StoreError::Decode { source, .. }) => self.quarantine(&path, &found.name, &source.to_string())?,
-                Err(other) => return Err(other),
-            }
-        }
-        Ok(())
-    }
-
-    fn manifests(&mut self) -> Result<(), StoreError> {
-        for (path, found) in self.files("manifests", ".manifest")? {
-            match name_of::<CheckpointId>(&found.name, ".manifest") {
-                Some(id) if path.parent().is_some_and(|p| p.ends_with(&id.to_hex()[..2])) => {
-                    let info = ManifestInfo { bytes: found.bytes, since_ms: found.modified_ms };
-                    self.state.manifests.insert(id, info);
-                }
-                _ => self.quarantine(&path, &found.name, "its name is not a manifest's")?,
-            }
-        }
-        Ok(())
-    }
-
-    fn files(&mut self, sub: &str, suffix: &str) -> Result<Vec<(PathBuf, Found)>, StoreError> {
-        let top = self.root.join(sub);
-        let mut out = Vec::new();
-        for d in self.disk.list(&top).at("list", &top)? {
-            let dir = top.join(&d.name);
-            if !d.is_dir {
-                self.warnings.push(format!("{} is not part of the store and is ignored", dir.display()));
-                continue;
-            }
-            for f in self.disk.list(&dir).at("list", &dir)? {
-                if f.is_dir || !f.name.ends_with(suffix) {
-                    self.warnings.push(format!("{} is not part of the store and is ignored", dir.join(&f.name).display()));
-                } else {
-                    out.push((dir.join(&f.name), f));
-                }
-            }
-        }
-        Ok(out)
-    }
-
-    fn quarantine(&mut self, path: &Path, name: &str, why: &str) -> Result<(), StoreError> {
-        let to = self.root.join("quarantine").join(name);
-        self.disk.rename(path, &to).at("quarantine", path)?;
-        self.warnings.push(format!("{} could not be read ({why}); moved to {}", path.display(), to.display()));
-        Ok(())
-    }
-}
-
-fn name_of<T: std::str::FromStr>(name: &str, suffix: &str) -> Option<T> {
-    name.strip_suffix(suffix)?.parse().ok()
 }

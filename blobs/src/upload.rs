@@ -7,7 +7,8 @@
 
 use crate::error::{At, StoreError};
 use crate::keys::KeyRing;
-use crate::store::{Pins, Store, read_all};
+use crate::load::read_all;
+use crate::store::{Pins, Store};
 use ks_proto::chunk::{Codec, ObjectKind};
 use ks_proto::ids::{CheckpointId, ChunkId, PackId};
 use ks_proto::manifest::Manifest;

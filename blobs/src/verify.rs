@@ -3,8 +3,9 @@
 use crate::error::{At, ObjectFault, StoreError};
 use crate::index::{PackNo, Place};
 use crate::keys::KeyRing;
+use crate::load::read_all;
 use crate::read::{Spot, spot};
-use crate::store::{Store, THIS_NODE, read_all};
+use crate::store::{Store, THIS_NODE};
 use ks_proto::ids::{CheckpointId, PackId};
 use ks_proto::pack::PACK_BYTES_MAX;
 use std::sync::Arc;
