@@ -76,6 +76,8 @@ impl Rest {
 enum Stage {
     /// Nothing under way.
     Still,
+    /// The node came back and looks whether the VM of the current run lives.
+    Looking,
     /// EndProcess asked for, then start.
     EndingToStart,
     /// EndProcess asked for, then rest.
@@ -131,7 +133,7 @@ impl Machine {
         Self {
             policy,
             state,
-            stage: Stage::Still,
+            stage: if state == SessionState::Starting { Stage::Looking } else { Stage::Still },
             token,
             head,
             verify_eager: false,
@@ -171,11 +173,7 @@ impl Machine {
         let mut out = Vec::new();
         match input {
             Input::Begin => self.start(&mut out),
-            Input::Adopted => {
-                self.settle_running(now);
-                self.show(&mut out, "");
-                out.push(Effect::Event { kind: "adopted", text: format!("run {} goes on without interruption", self.token) });
-            }
+            Input::Adopted => self.adopted(now, &mut out),
             Input::Ask(ask, request) => self.asked(now, ask, request, &mut out),
             Input::ProcessGone => self.process_gone(now, &mut out),
             Input::ProcessStays { why } => self.process_stays(why, &mut out),
@@ -218,6 +216,13 @@ impl Machine {
         self.active_ms = now.mono_ms;
         if self.stage == Stage::EndingToForget {
             out.push(refuse(ask, "not-found", "the session is being removed", "wait for `ks rm` to end"));
+            return;
+        }
+        if self.stage == Stage::Looking
+            && matches!(request, Request::Park | Request::Stop | Request::Restore { .. } | Request::Kill)
+        {
+            // Its VM may live with work that no checkpoint has.
+            out.push(refuse(ask, "busy", "the node has just come back and looks after its VM", "try again in a moment"));
             return;
         }
         let running = self.state == SessionState::Running && self.stage == Stage::Still;
@@ -466,7 +471,9 @@ impl Machine {
                 out.push(Effect::Forget);
                 out.extend(std::mem::take(&mut self.resting).into_iter().map(done));
             }
-            other @ (Stage::Still | Stage::Beginning | Stage::Launching | Stage::BackingOff { .. }) => self.stage = other,
+            other @ (Stage::Still | Stage::Looking | Stage::Beginning | Stage::Launching | Stage::BackingOff { .. }) => {
+                self.stage = other
+            }
         }
     }
 
@@ -494,6 +501,19 @@ impl Machine {
         self.stage = Stage::Still;
         self.verify_eager = false;
         (self.since_ms, self.checkpoint_tried_ms, self.active_ms) = (now.mono_ms, now.mono_ms, now.mono_ms);
+    }
+
+    fn adopted(&mut self, now: Now, out: &mut Vec<Effect>) {
+        if self.stage != Stage::Looking {
+            return;
+        }
+        self.settle_running(now);
+        self.show(out, "");
+        out.push(Effect::Event { kind: "adopted", text: format!("run {} goes on without interruption", self.token) });
+        self.release(out);
+        if let Some(job) = self.queued.take() {
+            self.take(now, job, out);
+        }
     }
 
     fn ready(&mut self, now: Now, token: RunToken, out: &mut Vec<Effect>) {
@@ -529,7 +549,7 @@ impl Machine {
 
     fn lost(&mut self, now: Now, token: RunToken, cause: String, out: &mut Vec<Effect>) {
         if token != self.token
-            || self.stage != Stage::Still
+            || !matches!(self.stage, Stage::Still | Stage::Looking)
             || matches!(self.state, SessionState::Parked | SessionState::Stopped | SessionState::Failed)
         {
             return;

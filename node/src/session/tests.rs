@@ -146,6 +146,33 @@ fn without_a_checkpoint_a_lost_vm_is_a_failure_and_not_a_blank_session() {
 }
 
 #[test]
+fn while_the_node_looks_for_a_live_vm_nothing_ends_it_and_callers_wait() {
+    let looking = || Machine::new(policy(), SessionState::Starting, token(4), head(1, HeadKind::Own));
+    check_from(
+        looking(),
+        vec![
+            (0, Input::Ask(1, Request::AwaitRunning), ""),
+            (0, Input::Ask(2, demand(false)), ""),
+            (0, Input::Ask(3, Request::Park), "no3:busy"),
+            (0, Input::Ask(4, Request::Kill), "no4:busy"),
+            (1, Input::Adopted, "[running] ok1 take:demand"),
+            (2, Input::Adopted, ""),
+            (3, stored(4, 2), "ok2:c2"),
+        ],
+    );
+    check_from(
+        looking(),
+        vec![
+            (0, Input::Ask(1, Request::AwaitRunning), ""),
+            (1, Input::Lost { token: token(4), cause: "gone".into() }, "lost [recovering] end"),
+            (2, Input::ProcessGone, "begin:1"),
+            (3, Input::RunBegan { token: token(5) }, "launch:5:1:Own"),
+            (4, Input::Ready { token: token(5) }, "back:1 [running] ok1"),
+        ],
+    );
+}
+
+#[test]
 fn a_crash_loop_ends_in_failed_with_backoff_between() {
     let fail = |run, retry| Input::StartFailed { token: token(run), error: error("internal"), retry };
     let m = check_from(

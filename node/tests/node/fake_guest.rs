@@ -1,0 +1,202 @@
+//! A guest whose whole memory is one small map of files, so that what a checkpoint keeps can be seen.
+
+use futures::StreamExt;
+use futures::future::poll_fn;
+use ks_node::host::guest::{read_exec_frame, read_message, write_message};
+use ks_proto::guest::{Check, ExecFrame, FileEntry, GuestAnswer, GuestRequest, HookKind, PROTOCOL};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio_util::compat::{FuturesAsyncReadCompatExt, TokioAsyncReadCompatExt};
+
+/// What is in the guest's memory.
+#[derive(Debug, Default, Clone, Serialize, Deserialize)]
+pub struct Memory {
+    pub files: BTreeMap<String, String>,
+    pub hostname: String,
+    pub machine_id: String,
+    pub hooks: Vec<String>,
+    pub frozen: bool,
+    pub main: Vec<String>,
+}
+
+#[derive(Clone)]
+pub struct FakeGuest {
+    pub memory: Arc<Mutex<Memory>>,
+    /// Files here switch faults on.
+    pub faults: PathBuf,
+}
+
+impl FakeGuest {
+    pub async fn serve(self, socket: UnixStream) {
+        let mut connection = yamux::Connection::new(socket.compat(), yamux::Config::default(), yamux::Mode::Server);
+        let streams = futures::stream::poll_fn(move |cx| connection.poll_next_inbound(cx));
+        tokio::pin!(streams);
+        while let Some(Ok(stream)) = poll_fn(|cx| streams.poll_next_unpin(cx)).await {
+            let this = self.clone();
+            tokio::spawn(async move {
+                let _ = this.stream(stream.compat()).await;
+            });
+        }
+    }
+
+    async fn stream(&self, mut s: impl AsyncRead + AsyncWrite + Unpin) -> std::io::Result<()> {
+        let request: GuestRequest = read_message(&mut s).await?;
+        if self.faults.join("silent-guest").exists() {
+            return std::future::pending().await;
+        }
+        let ok = GuestAnswer::Ok {};
+        match request {
+            GuestRequest::Hello { .. } => {
+                let clocksource = if self.faults.join("wrong-clock").exists() { "hpet" } else { "tsc" };
+                let answer = GuestAnswer::Hello {
+                    protocol: PROTOCOL,
+                    agent_version: "fake".into(),
+                    boot_id: "b".into(),
+                    kernel: "k".into(),
+                    clocksource: clocksource.into(),
+                };
+                write_message(&mut s, &answer).await
+            }
+            GuestRequest::Hook { kind, entropy_hex, hostname, machine_id_hex, .. } => {
+                assert_eq!(entropy_hex.len(), 128);
+                {
+                    let mut m = self.memory.lock().unwrap();
+                    m.hooks.push(format!("{kind:?}"));
+                    if kind == HookKind::Fork {
+                        (m.hostname, m.machine_id) = (hostname, machine_id_hex);
+                    }
+                    m.frozen &= kind == HookKind::AfterPause;
+                }
+                write_message(&mut s, &ok).await
+            }
+            GuestRequest::Freeze {} | GuestRequest::Thaw {} => {
+                self.memory.lock().unwrap().frozen = matches!(request, GuestRequest::Freeze {});
+                write_message(&mut s, &ok).await
+            }
+            GuestRequest::StartMain { argv, .. } => {
+                self.memory.lock().unwrap().main = argv;
+                write_message(&mut s, &ok).await
+            }
+            GuestRequest::Exec { argv, .. } => self.exec(&mut s, argv).await,
+            GuestRequest::Attach { tty } => {
+                write_message(&mut s, &ok).await?;
+                s.write_all(&ExecFrame::Stdout(format!("{} {}x{}", tty.term, tty.cols, tty.rows).into_bytes()).encode()).await?;
+                while let Some(f) = read_exec_frame(&mut s).await? {
+                    if f == ExecFrame::Stdin(b"q".to_vec()) {
+                        break;
+                    }
+                }
+                s.write_all(&ExecFrame::Exit { code: 0, signal: 0 }.encode()).await
+            }
+            GuestRequest::PutTar { path } => {
+                write_message(&mut s, &ok).await?;
+                let mut tar = Vec::new();
+                s.read_to_end(&mut tar).await?;
+                let answer = match untar(&tar) {
+                    Some((name, text)) => {
+                        self.memory.lock().unwrap().files.insert(format!("{path}/{name}"), text);
+                        ok
+                    }
+                    None => GuestAnswer::Refused {
+                        code: "bad-request".into(),
+                        what: "the archive".into(),
+                        why: "cut short".into(),
+                        next: "send it again".into(),
+                    },
+                };
+                write_message(&mut s, &answer).await
+            }
+            GuestRequest::GetTar { path } => {
+                let text = self.memory.lock().unwrap().files.get(&path).cloned();
+                match text {
+                    Some(t) => {
+                        write_message(&mut s, &ok).await?;
+                        let name = path.rsplit('/').next().unwrap().to_owned();
+                        s.write_all(&ks_node::host::tar::one_file(&name, t.as_bytes()).unwrap()).await?;
+                        s.shutdown().await
+                    }
+                    None => self.missing(&mut s, &path).await,
+                }
+            }
+            GuestRequest::Logs { lines } => {
+                write_message(&mut s, &ok).await?;
+                s.write_all(format!("log of {lines} lines").as_bytes()).await?;
+                s.shutdown().await
+            }
+            GuestRequest::Doctor { .. } => {
+                let check = Check { name: "clock".into(), ok: true, detail: "0 ms off".into(), fix: String::new() };
+                write_message(&mut s, &GuestAnswer::Doctor { checks: vec![check] }).await
+            }
+            GuestRequest::ListFiles { .. } => {
+                write_message(&mut s, &ok).await?;
+                let files = self.memory.lock().unwrap().files.clone();
+                for (path, text) in files {
+                    let hash = blake3::hash(text.as_bytes()).to_hex().to_string();
+                    let line = serde_json::to_string(&FileEntry { path, bytes: text.len() as u64, hash, mode: 0o644 })?;
+                    s.write_all(format!("{line}\n").as_bytes()).await?;
+                }
+                s.shutdown().await
+            }
+            GuestRequest::Sync {} | GuestRequest::PowerOff {} => write_message(&mut s, &ok).await,
+        }
+    }
+
+    async fn missing(&self, s: &mut (impl AsyncWrite + Unpin), what: &str) -> std::io::Result<()> {
+        let answer = GuestAnswer::Refused {
+            code: "not-found".into(),
+            what: what.into(),
+            why: "no such file".into(),
+            next: "look with ls".into(),
+        };
+        write_message(s, &answer).await
+    }
+
+    /// `set K V`, `get K`, `dump`, `cat`, `yes`, `exit N`.
+    async fn exec(&self, s: &mut (impl AsyncRead + AsyncWrite + Unpin), argv: Vec<String>) -> std::io::Result<()> {
+        let words: Vec<&str> = argv.iter().map(String::as_str).collect();
+        let mut code = 0;
+        let mut out = Vec::new();
+        match words.as_slice() {
+            ["set", k, v] => drop(self.memory.lock().unwrap().files.insert((*k).into(), (*v).into())),
+            ["get", k] => match self.memory.lock().unwrap().files.get(*k) {
+                Some(v) => out = v.clone().into_bytes(),
+                None => code = 1,
+            },
+            ["dump"] => out = serde_json::to_vec(&*self.memory.lock().unwrap())?,
+            ["exit", n] => code = n.parse().unwrap(),
+            ["cat" | "yes"] => {}
+            _ => return self.missing(s, &argv[0]).await,
+        }
+        write_message(s, &GuestAnswer::Ok {}).await?;
+        if words[0] == "yes" {
+            loop {
+                s.write_all(&ExecFrame::Stdout(vec![b'y'; 60_000]).encode()).await?;
+            }
+        }
+        if words[0] == "cat" {
+            while let Some(f) = read_exec_frame(s).await? {
+                match f {
+                    ExecFrame::Stdin(b) => s.write_all(&ExecFrame::Stdout(b).encode()).await?,
+                    ExecFrame::StdinEof => break,
+                    _ => {}
+                }
+            }
+        }
+        if !out.is_empty() {
+            s.write_all(&ExecFrame::Stdout(out).encode()).await?;
+        }
+        s.write_all(&ExecFrame::Exit { code, signal: 0 }.encode()).await?;
+        s.shutdown().await
+    }
+}
+
+/// The first file of an archive.
+pub fn untar(tar: &[u8]) -> Option<(String, String)> {
+    let name = String::from_utf8(tar.get(..100)?.split(|b| *b == 0).next()?.to_vec()).ok()?;
+    let size = usize::from_str_radix(std::str::from_utf8(&tar[124..135]).ok()?, 8).ok()?;
+    Some((name, String::from_utf8(tar.get(512..512 + size)?.to_vec()).ok()?))
+}

@@ -1,0 +1,162 @@
+//! Crashes: of the VM, of ksd, of both, at bad moments.
+
+use crate::harness::{DEADLINE, TestNode};
+use ks_proto::api::{Checkpoint, SessionState};
+use serde_json::json;
+use std::time::Instant;
+
+#[tokio::test]
+async fn a_killed_vm_comes_back_with_what_was_checkpointed() {
+    let n = TestNode::with_image().await;
+    n.create("a").await;
+    n.set("a", "/f", "kept").await;
+    let c = n.ok("sessions/a/checkpoint", json!({})).await;
+    n.set("a", "/f", "lost").await;
+    let back = n.ok("sessions/a/kill", json!({})).await;
+    assert_eq!(back["state"], "running");
+    assert_eq!(
+        (&back["last_interruption"]["checkpoint"], &back["last_interruption"]["cause"]),
+        (&c["number"], &json!("killed by request"))
+    );
+    assert_eq!(n.value("a", "/f").await.as_deref(), Some("kept"));
+    assert!(n.dump("a").await.hooks.ends_with(&["Resume".to_owned()]));
+
+    // From outside, without asking.
+    let from = n.last_event().await;
+    let pid = n.show("a").await.vmm_pid.unwrap();
+    std::process::Command::new("kill").args(["-9", &pid.to_string()]).status().unwrap();
+    n.event_from(from + 1, "a", "recovered").await;
+    assert_eq!(n.value("a", "/f").await.as_deref(), Some("kept"));
+    assert_eq!(n.vmms().len(), 1, "never two runs");
+}
+
+#[tokio::test]
+async fn a_restarted_ksd_adopts_the_running_vm_without_interruption() {
+    let mut n = TestNode::with_image().await;
+    n.create("a").await;
+    n.set("a", "/f", "in memory only").await;
+    let before = n.show("a").await;
+    for graceful in [false, true] {
+        if graceful {
+            assert!(n.end_ksd().success());
+        } else {
+            n.kill_ksd();
+        }
+        n.up().await;
+        assert_eq!(n.value("a", "/f").await.as_deref(), Some("in memory only"));
+        let after = n.show("a").await;
+        assert_eq!((after.token, after.vmm_pid), (before.token, before.vmm_pid));
+        assert!(after.last_interruption.is_none());
+    }
+    n.ok("sessions/a/checkpoint", json!({})).await;
+}
+
+#[tokio::test]
+async fn vm_and_ksd_killed_together_come_back_under_the_supervisor() {
+    let mut n = TestNode::start(true);
+    n.up().await;
+    n.ok("images/build", json!({})).await;
+    n.create("a").await;
+    n.set("a", "/f", "kept").await;
+    n.ok("sessions/a/checkpoint", json!({})).await;
+    let before = n.api().unwrap();
+    let shown = n.ok("sessions/a/kill", json!({ "with_daemon": true })).await;
+    assert_eq!(shown["name"], "a");
+    n.wait_other_pid(Some(before.pid)).await;
+    assert_eq!(n.api().unwrap().url, before.url, "clients find it where it was");
+    n.event("a", "recovered").await;
+    assert_eq!(n.value("a", "/f").await.as_deref(), Some("kept"));
+    let i = n.show("a").await.last_interruption.unwrap();
+    assert_eq!(i.cause, "VM and node killed by request");
+    assert!(n.end_ksd().success(), "the supervisor hands SIGTERM on and ends");
+}
+
+#[tokio::test]
+async fn a_crash_before_the_commit_leaves_the_previous_checkpoint() {
+    let n = TestNode::with_image().await;
+    n.create("a").await;
+    n.set("a", "/f", "kept").await;
+    n.ok("sessions/a/checkpoint", json!({})).await;
+    let before: Vec<Checkpoint> = n.get("sessions/a/checkpoints").await.unwrap();
+    n.set("a", "/f", "half").await;
+    n.fault("crash-before-commit", true);
+    let e = n.refused("sessions/a/checkpoint", json!({})).await;
+    assert!(["busy", "internal"].contains(&e.code.as_str()), "{e}");
+    n.event("a", "recovered").await;
+    assert_eq!(n.value("a", "/f").await.as_deref(), Some("kept"));
+    let after: Vec<Checkpoint> = n.get("sessions/a/checkpoints").await.unwrap();
+    assert_eq!(after.len(), before.len(), "the torn one was never listed");
+}
+
+#[tokio::test]
+async fn ksd_killed_during_a_commit_keeps_the_session_and_lists_no_torn_checkpoint() {
+    let mut n = TestNode::with_image().await;
+    n.create("a").await;
+    n.ok("sessions/a/checkpoint", json!({})).await;
+    let before: Vec<Checkpoint> = n.get("sessions/a/checkpoints").await.unwrap();
+    n.set("a", "/f", "live").await;
+    n.fault("hold-commit", true);
+    let request = n.request("POST", "sessions/a/checkpoint").json(&json!({}));
+    let waiting = tokio::spawn(async move { request.send().await.map(|r| r.status()) });
+    let end = Instant::now() + DEADLINE;
+    while std::fs::read_dir(n.data().join("store/incoming")).unwrap().count() == 0
+        && !n.log().contains("hold-commit")
+        && Instant::now() < end
+    {
+        // The pack moves on to packs/ at once: what counts is that the commit is held.
+        if n.dump("a").await.hooks.last().is_some_and(|h| h == "AfterPause") {
+            break;
+        }
+    }
+    n.kill_ksd();
+    n.fault("hold-commit", false);
+    n.up().await;
+    assert_eq!(n.value("a", "/f").await.as_deref(), Some("live"), "the VM went on");
+    let after: Vec<Checkpoint> = n.get("sessions/a/checkpoints").await.unwrap();
+    assert_eq!(after.len(), before.len());
+    n.ok("sessions/a/checkpoint", json!({})).await;
+    drop(waiting);
+}
+
+#[tokio::test]
+async fn a_failed_checkpoint_leaves_the_session_running() {
+    let n = TestNode::with_image().await;
+    n.create("a").await;
+    n.ok("sessions/a/checkpoint", json!({})).await;
+    for verb in ["checkpoint", "park", "stop"] {
+        n.fault("fail-checkpoint", true);
+        assert_eq!(n.refused(&format!("sessions/a/{verb}"), json!({})).await.code, "disk-full", "{verb}");
+        assert_eq!(n.show("a").await.state, SessionState::Running);
+    }
+    n.fault("fail-checkpoint", true);
+    let e = n.refused("sessions/a/restore", json!({ "checkpoint": "c1" })).await;
+    assert_eq!(e.code, "disk-full", "a restore must not throw away what could not be kept");
+    n.ok("sessions/a/checkpoint", json!({})).await;
+}
+
+#[tokio::test]
+async fn a_failed_start_is_tried_again() {
+    let n = TestNode::with_image().await;
+    n.create("a").await;
+    n.ok("sessions/a/checkpoint", json!({})).await;
+    n.fault("fail-restore", true);
+    n.ok("sessions/a/kill", json!({})).await;
+    n.event("a", "start-failed").await;
+    assert_eq!(n.show("a").await.state, SessionState::Running);
+}
+
+#[tokio::test]
+async fn a_damaged_checkpoint_is_refused_by_name_and_the_session_goes_on() {
+    let n = TestNode::with_image().await;
+    n.create("a").await;
+    n.ok("sessions/a/checkpoint", json!({})).await;
+    let c = n.ok("sessions/a/checkpoint", json!({ "message": "damaged" })).await;
+    let id = c["id"].as_str().unwrap();
+    let file = n.data().join(format!("store/manifests/{}/{id}.manifest", &id[..2]));
+    let mut bytes = std::fs::read(&file).unwrap();
+    bytes[40] ^= 1;
+    std::fs::write(&file, bytes).unwrap();
+    let e = n.refused("sessions/a/restore", json!({ "checkpoint": &id[..8] })).await;
+    assert_eq!(e.code, "corrupt", "{e}");
+    assert_eq!(n.show("a").await.state, SessionState::Running);
+}
