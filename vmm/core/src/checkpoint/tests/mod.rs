@@ -47,6 +47,7 @@ fn one_instant_and_byte_for_byte_while_the_guest_writes() {
         });
         let (gate, map, disk, memory) =
             (Arc::clone(&vm.engine.gate), Arc::clone(&vm.map), Arc::clone(&vm.disk), Arc::clone(&vm.memory));
+        disk.write_at(0, &[0; 8]).unwrap();
         let stop = AtomicBool::new(false);
         std::thread::scope(|s| {
             s.spawn(|| {
