@@ -88,6 +88,13 @@ impl Bus {
         }
         None
     }
+    /// The machine is gone: device work ends, and whoever holds the guest's port reads end of file.
+    pub fn machine_ended(&self) {
+        for slot in &self.slots {
+            slot.end();
+            slot.with_core(|c| c.device.hang_up());
+        }
+    }
     /// The PM1 enable register, for the state.
     pub fn pm1_enable(&self) -> u16 {
         self.pm1_enable.load(Ordering::Relaxed)

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 /// What `soft` guests get on their command line: the host's CPUID shows through there, and those features'
 /// instructions are not emulated for kernel code.
-pub const SOFT_CMDLINE: &str = "earlyprintk=serial,ttyS0 console=ttyS0 panic=-1 reboot=k tsc=reliable lpj=10000 mitigations=off \
+pub const SOFT_CMDLINE: &str = "console=ttyS0 panic=-1 reboot=k tsc=reliable lpj=10000 mitigations=off pci=off ks_soft \
 nosmap nosmep nopku nofsgsbase noxsaves noxsaveopt \
 clearcpuid=popcnt,smap,smep,fsgsbase,invpcid,pcid,umip,rdpid,rdtscp,clflushopt,clwb,pku,erms,fsrm,xsavec,xgetbv1";
 
@@ -45,11 +45,13 @@ impl Profile {
 /// virtio-mmio windows are named too, because nothing else does then.
 pub fn cmdline(profile: Profile, image: &str, tsc_khz: u32, nodes: &[crate::acpi::MmioNode]) -> String {
     let mut words: Vec<String> = Vec::new();
-    if profile == Profile::Soft {
+    let image = image.replace("{tsc_khz}", &tsc_khz.to_string());
+    let says = |word| image.split_whitespace().any(|w| w == word);
+    // An image made for `soft` says all of it itself.
+    if profile == Profile::Soft && !says("ks_soft") {
         words.push(SOFT_CMDLINE.to_owned());
     }
-    let image = image.replace("{tsc_khz}", &tsc_khz.to_string());
-    let acpi_off = image.split_whitespace().any(|w| w == "acpi=off");
+    let acpi_off = says("acpi=off");
     if !image.trim().is_empty() {
         words.push(image.trim().to_owned());
     }
@@ -235,5 +237,6 @@ mod tests {
         assert_eq!(cmdline(Profile::Hardware, "quiet tsc_early_khz={tsc_khz}", 7, &nodes), "quiet tsc_early_khz=7");
         assert_eq!(cmdline(Profile::Hardware, "acpi=off", 7, &nodes), "acpi=off virtio_mmio.device=4K@0xd0000000:5");
         assert!(cmdline(Profile::Soft, "", 7, &nodes).contains("clearcpuid=popcnt,"));
+        assert_eq!(cmdline(Profile::Soft, "quiet ks_soft", 7, &nodes), "quiet ks_soft", "a soft image's own line is whole");
     }
 }

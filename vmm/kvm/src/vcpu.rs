@@ -241,6 +241,7 @@ impl Vcpu {
             drop(fd);
             if let Some(fault) = ended {
                 self.control.exit(fault);
+                self.bus.machine_ended();
                 return;
             }
         }

@@ -193,6 +193,10 @@ impl Console {
     /// Host to guest.
     fn step_in(&mut self, io: &mut Io<'_>) -> Result<bool, DeviceError> {
         let Some(host) = self.host.clone() else { return Ok(false) };
+        // A Linux guest throws away what arrives while nobody has the port open, so it waits in the socket.
+        if !self.known.guest_open {
+            return Ok(false);
+        }
         if self.inbox.is_empty() {
             let mut buffer = vec![0; INBOX_BYTES];
             match (&*host).read(&mut buffer) {
@@ -263,7 +267,7 @@ impl Device for Console {
     fn watch(&self) -> Option<(Arc<UnixStream>, PollFlags)> {
         let host = self.host.clone()?;
         let mut events = PollFlags::empty();
-        if self.inbox.is_empty() {
+        if self.inbox.is_empty() && self.known.guest_open {
             events |= PollFlags::IN;
         }
         if !self.outbox.is_empty() {
@@ -273,6 +277,9 @@ impl Device for Console {
     }
     fn connect_port(&mut self) -> Option<std::io::Result<UnixStream>> {
         Some(self.connect())
+    }
+    fn hang_up(&mut self) {
+        self.disconnect();
     }
     fn save(&self) -> serde_json::Value {
         serde_json::to_value(&self.known).unwrap_or_default()

@@ -199,6 +199,8 @@ pub trait Device: Send {
     fn connect_port(&mut self) -> Option<std::io::Result<UnixStream>> {
         None
     }
+    /// The machine is gone: lets go of the host's side.
+    fn hang_up(&mut self) {}
     /// State beyond registers and queues.
     fn save(&self) -> serde_json::Value {
         serde_json::Value::Null
