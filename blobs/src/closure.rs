@@ -120,14 +120,14 @@ impl Store {
         Ok((Plan::new(rows), files))
     }
 
-    /// Checks the closure of a manifest to commit, and pins it for `upload` in the same breath. Returns its packs.
+    /// Checks the closure of a manifest to commit, and pins it for `upload` in the same breath. Returns its packs and objects.
     pub(crate) fn check_and_pin(
         self: &Arc<Self>,
         upload: u64,
         id: &CheckpointId,
         m: &Manifest,
         keys: &KeyRing,
-    ) -> Result<BTreeSet<PackNo>, StoreError> {
+    ) -> Result<(BTreeSet<PackNo>, Vec<Need>), StoreError> {
         let needs = self.closure(m, keys)?;
         loop {
             let mut s = self.state_mut();
@@ -135,7 +135,7 @@ impl Store {
                 Ok(packs) => {
                     s.pin(upload, needs.iter().map(|n| n.0));
                     packs.iter().for_each(|no| s.index.claim(*no, Some(upload)));
-                    return Ok(packs);
+                    return Ok((packs, needs));
                 }
                 Err(gap) => gap,
             };
@@ -172,6 +172,16 @@ impl State {
         }
         if let Some(p) = self.uploads.get_mut(&upload) {
             p.objects.extend(ids);
+        }
+    }
+
+    /// Adds objects to the base of an upload.
+    pub(crate) fn pin_base(&mut self, upload: u64, ids: impl Iterator<Item = ChunkId> + Clone) {
+        if let Some(t) = &mut self.touched {
+            t.extend(ids.clone());
+        }
+        if let Some(p) = self.uploads.get_mut(&upload) {
+            p.base.extend(ids);
         }
     }
 }

@@ -58,7 +58,7 @@ impl Store {
         let old_enough = now_ms.saturating_sub(grace_ms);
         let keep = {
             let mut s = self.state_mut();
-            s.touched = Some(s.uploads.values().flat_map(|p| p.objects.iter().copied()).collect());
+            s.touched = Some(s.uploads.values().flat_map(|p| p.objects.iter().chain(&p.base).copied()).collect());
             s.committed.clear();
             let young = s.manifests.iter().filter(|(_, m)| m.since_ms >= old_enough).map(|(id, _)| *id);
             young.chain(roots.iter().copied()).collect::<BTreeSet<_>>()

@@ -34,7 +34,10 @@ pub(crate) struct ManifestInfo {
 /// What an upload relies on while it is active.
 #[derive(Debug, Default)]
 pub(crate) struct Pins {
+    /// Told known, brought, or checked since the last commit or abort.
     pub objects: HashSet<ChunkId>,
+    /// What its bases, then its last commit, hold: relied on without asking, after an abort too.
+    pub base: HashSet<ChunkId>,
 }
 
 /// Everything that changes, behind one lock; nobody does slow I/O while writing it.

@@ -59,7 +59,7 @@ impl Store {
         for base in &scope.bases {
             let needs = self.manifest(base).and_then(|m| self.closure(&m, &upload.keys));
             if let Ok(needs) = needs {
-                self.state_mut().pin(upload.no, needs.iter().map(|n| n.0));
+                self.state_mut().pin_base(upload.no, needs.iter().map(|n| n.0));
             }
         }
         upload
@@ -188,17 +188,17 @@ impl Upload {
     pub fn commit(&self, manifest_bytes: &[u8]) -> Result<CheckpointId, StoreError> {
         let m = Manifest::decode(manifest_bytes).map_err(|source| StoreError::Manifest { source })?;
         let id = Manifest::id_of(manifest_bytes);
-        let packs = self.store.check_and_pin(self.no, &id, &m, &self.keys)?;
+        let (packs, needs) = self.store.check_and_pin(self.no, &id, &m, &self.keys)?;
         self.store.sync_packs(&packs)?;
         self.store.write_manifest(&id, manifest_bytes)?;
         let mut s = self.store.state_mut();
         packs.iter().for_each(|no| s.index.claim(*no, None));
+        // The next checkpoint of this upload builds upon this one.
+        if let Some(p) = s.uploads.get_mut(&self.no) {
+            p.base = needs.iter().map(|n| n.0).collect();
+        }
         drop(s);
         self.reset();
-        // The next checkpoint of this upload builds upon this one.
-        if let Ok(needs) = self.store.closure(&m, &self.keys) {
-            self.store.state_mut().pin(self.no, needs.iter().map(|n| n.0));
-        }
         Ok(id)
     }
 
@@ -224,7 +224,7 @@ impl Upload {
                 gone.extend(s.index.remove(no).map(|p| self.store.pack_path(&p.id)));
             }
             if let Some(p) = s.uploads.get_mut(&self.no) {
-                *p = Pins::default();
+                p.objects.clear();
             }
         }
         for path in gone {

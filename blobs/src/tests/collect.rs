@@ -71,7 +71,11 @@ fn f10_a_collection_during_an_upload_takes_nothing_that_it_was_told_is_known() {
     on_base.bases = vec![b];
     let up = store.begin_upload(on_base);
     store.gc(&[], &ring(), 0, later()).unwrap();
+    up.abort();
+    store.gc(&[], &ring(), 0, later()).unwrap();
     assert_eq!(up.commit(&bytes).unwrap(), b, "the whole closure is still here");
+    store.gc(&[], &ring(), 0, later()).unwrap();
+    assert_eq!(up.commit(&bytes).unwrap(), b, "and after a commit too");
     drop(up);
     assert_eq!(restore(&store, &b).unwrap(), next);
     store.gc(&[], &ring(), 0, later()).unwrap();
