@@ -170,7 +170,8 @@ impl Memory {
         lock(&self.shared.inner).states.missing_chunks() > 0
     }
     /// Takes the registered mapping: arms the dirty tracker, serves faults and remove events from now on. Once per VM.
-    /// Nobody writes guest memory before it returns, except by a write that waits for a missing page.
+    /// Nobody writes guest memory before it returns, except by a write that waits for a missing page. A process that
+    /// maps it keeps the userfaultfd open as well: closing the last one lets waiters go on with zeros.
     pub fn attach(self: &Arc<Self>, tracked: Tracked) -> Result<(), Fault> {
         if tracked.len != self.bytes() {
             let why = format!("{} bytes are mapped, memory has {}", tracked.len, self.bytes());
@@ -189,8 +190,11 @@ impl Memory {
             return Err(Fault::new("internal", "attach guest memory", "it is attached already", "see vmm.log"));
         }
         let faults = lazy.clone();
-        self.spawn("ks-pager", move |s, t| s.serve_faults(t, faults.as_deref()))?;
+        let (slow, slow_chunks) = std::sync::mpsc::channel();
+        self.spawn("ks-pager", move |s, t| s.serve_faults(t, faults.as_deref(), &slow))?;
         if let Some(lazy) = lazy.filter(|_| missing) {
+            let fetch = Arc::clone(&lazy);
+            self.spawn("ks-fetch", move |s, t| s.fetch(t, &fetch, &slow_chunks))?;
             self.spawn("ks-prefetch", move |s, t| s.prefetch(t, &lazy))?;
         }
         Ok(())

@@ -1,6 +1,7 @@
 //! Serves the pages of a restored guest as it touches them, and fills in the rest behind it.
 //!
-//! The fault thread owns the userfaultfd's messages. Neither thread touches guest memory through a mapping: pages are
+//! The fault thread owns the userfaultfd's messages and never waits for the node: what is not on this host goes to the
+//! fetch thread. No thread touches guest memory through a mapping: pages are
 //! placed by UFFDIO_COPY, write-protected, so that loading makes nothing dirty. A chunk that cannot be read kills the
 //! VM through `on_fatal`; its waiters are left waiting, they never see zeros.
 
@@ -14,6 +15,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
 /// How long a chunk is asked for again while the node is away, before the VM is given up.
@@ -34,8 +36,12 @@ enum End {
 
 impl Shared {
     /// Body of the fault thread.
-    pub(super) fn serve_faults(self: &Arc<Self>, tracked: &Tracked, lazy: Option<&Lazy>) {
-        self.finish(self.fault_loop(tracked, lazy), lazy);
+    pub(super) fn serve_faults(self: &Arc<Self>, tracked: &Tracked, lazy: Option<&Lazy>, slow: &Sender<u32>) {
+        self.finish(self.fault_loop(tracked, lazy, slow), lazy);
+    }
+    /// Body of the thread that loads what only the node can give.
+    pub(super) fn fetch(self: &Arc<Self>, tracked: &Tracked, lazy: &Lazy, chunks: &Receiver<u32>) {
+        self.finish(self.fetch_loop(tracked, lazy, chunks), Some(lazy));
     }
     /// Body of the prefetch thread.
     pub(super) fn prefetch(self: &Arc<Self>, tracked: &Tracked, lazy: &Lazy) {
@@ -54,7 +60,7 @@ impl Shared {
         }
     }
 
-    fn fault_loop(&self, tracked: &Tracked, lazy: Option<&Lazy>) -> Result<(), End> {
+    fn fault_loop(&self, tracked: &Tracked, lazy: Option<&Lazy>, slow: &Sender<u32>) -> Result<(), End> {
         let mut faults = Vec::new();
         loop {
             let mut fds = [PollFd::new(&tracked.uffd, PollFlags::IN), PollFd::new(&self.stop, PollFlags::IN)];
@@ -69,7 +75,7 @@ impl Shared {
             // Serving may take further messages (EAGAIN), which queue up here.
             while let Some(address) = faults.pop() {
                 self.last_fault_us.store(self.started.elapsed().as_micros() as u64, Ordering::Relaxed);
-                self.serve_one(tracked, lazy, address, &mut faults)?;
+                self.serve_one(tracked, lazy, slow, address, &mut faults)?;
             }
         }
     }
@@ -92,7 +98,14 @@ impl Shared {
         Ok(())
     }
 
-    fn serve_one(&self, tracked: &Tracked, lazy: Option<&Lazy>, address: u64, faults: &mut Vec<u64>) -> Result<(), End> {
+    fn serve_one(
+        &self,
+        tracked: &Tracked,
+        lazy: Option<&Lazy>,
+        slow: &Sender<u32>,
+        address: u64,
+        faults: &mut Vec<u64>,
+    ) -> Result<(), End> {
         if address < tracked.base || address >= tracked.base + tracked.len {
             return Err(End::Fatal(Fault::new(
                 "internal",
@@ -116,10 +129,21 @@ impl Shared {
                     inner.touched.push(chunk);
                     inner.faulted += 1;
                 }
-                let plain = self.load(lazy, chunk)?;
-                self.place(tracked, chunk, &plain, Some(faults))
+                match lazy.source.read_here(&lazy.refs[chunk as usize]) {
+                    Some(plain) => self.place(tracked, chunk, &plain, Some(faults)),
+                    // The node may take long: meanwhile removes must be read, or the thread that discards hangs.
+                    None => slow.send(chunk).map_err(|_| End::Stopped),
+                }
             }
         }
+    }
+
+    fn fetch_loop(&self, tracked: &Tracked, lazy: &Lazy, chunks: &Receiver<u32>) -> Result<(), End> {
+        while let Ok(chunk) = chunks.recv() {
+            let plain = self.load(lazy, chunk)?;
+            self.place(tracked, chunk, &plain, None)?;
+        }
+        Ok(())
     }
 
     fn prefetch_loop(&self, tracked: &Tracked, lazy: &Lazy) -> Result<(), End> {

@@ -1,7 +1,7 @@
 use super::map::GuestMap;
 use super::uffd::Uffd;
 use super::*;
-use crate::testing::MemoryNode;
+use crate::testing::{Call, MemoryNode};
 use ks_proto::ObjectKind;
 use ks_proto::chunk::DomainKey;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -244,6 +244,34 @@ fn a_chunk_that_cannot_be_read_ends_the_guest_and_is_never_zeros() {
     r.memory.shutdown();
     drop(r);
     assert!(!served.load(Ordering::SeqCst), "the waiter still waits");
+}
+
+#[test]
+fn a_node_that_is_away_delays_its_chunks_and_nothing_else() {
+    if !uffd_here() {
+        return;
+    }
+    let r = restored(8);
+    r.node.corrupt(&r.refs[5], false);
+    r.node.fail(Call::Fetch, Some(Fault::new("node-gone", "node", "restarting", "wait")));
+    let map = attach(&r.memory);
+    std::thread::scope(|s| {
+        let waiter = s.spawn(|| {
+            let mut five = vec![9; CHUNK_BYTES];
+            map.read(5 * CHUNK, &mut five);
+            five
+        });
+        until("the node was asked", || r.node.calls(Call::Fetch) > 0);
+        // Faults and removes elsewhere are served meanwhile.
+        let mut six = vec![9; CHUNK_BYTES];
+        map.read(6 * CHUNK, &mut six);
+        assert!(six == chunk(6));
+        map.remove(CHUNK, CHUNK).unwrap();
+        assert!(!waiter.is_finished());
+        r.node.fail(Call::Fetch, None);
+        assert!(waiter.join().unwrap() == chunk(5));
+    });
+    assert!(r.fatal.try_recv().is_err());
 }
 
 #[test]

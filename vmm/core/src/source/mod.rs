@@ -69,14 +69,16 @@ impl ChunkSource {
             Err(corrupt(id, format!("it verifies but holds {} bytes, a chunk has {CHUNK_BYTES}", plain.len())))
         }
     }
+    /// A chunk from what is on this node, without asking anybody; None if that cannot give it.
+    pub fn read_here(&self, id: &ChunkId) -> Option<Vec<u8>> {
+        if id.is_zero() {
+            return Some(vec![0; CHUNK_BYTES]);
+        }
+        self.open_here(id, ObjectKind::Data).ok().filter(|plain| plain.len() == CHUNK_BYTES)
+    }
     /// An object of any kind, past the cache.
     pub fn read_object(&self, id: &ChunkId, kind: ObjectKind) -> Result<Vec<u8>, Fault> {
-        let later = lock(&self.fetched).get(id).cloned();
-        let first = match later {
-            Some(f) => self.open(&f.pack, &f.entry, f.domain, id, kind).map_err(|why| format!("copy fetched earlier: {why}")),
-            None => self.read_planned(id, kind),
-        };
-        let broken = match first {
+        let broken = match self.open_here(id, kind) {
             Ok(plain) => return Ok(plain),
             Err(why) => why,
         };
@@ -143,6 +145,14 @@ impl ChunkSource {
     /// The key of a domain.
     pub fn key(&self, domain: u32) -> Option<&DomainKey> {
         self.keys.get(&domain)
+    }
+
+    fn open_here(&self, id: &ChunkId, kind: ObjectKind) -> Result<Vec<u8>, String> {
+        let later = lock(&self.fetched).get(id).cloned();
+        match later {
+            Some(f) => self.open(&f.pack, &f.entry, f.domain, id, kind).map_err(|why| format!("copy fetched earlier: {why}")),
+            None => self.read_planned(id, kind),
+        }
     }
 
     fn read_planned(&self, id: &ChunkId, kind: ObjectKind) -> Result<Vec<u8>, String> {
