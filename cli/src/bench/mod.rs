@@ -1,0 +1,60 @@
+//! Measurements: `ks bench`. Each has a baseline in the same run, states its conditions, and prints one JSON object on the
+//! last line of stdout. They drive the product through its own command line and API on a real node.
+
+mod checkpoint;
+mod figures;
+mod image;
+mod resume;
+mod soak;
+mod start;
+
+use crate::demo::finish;
+use crate::failure::Res;
+use crate::host::http::Node;
+use crate::output::Ctx;
+use clap::{Args, Subcommand};
+use serde_json::Value;
+
+/// Arguments of `ks bench`.
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    which: Bench,
+}
+
+#[derive(Debug, Clone, Subcommand)]
+enum Bench {
+    /// Bring a 2 GiB guest with 512 MiB in use back, warm and cold, against rebuilding its memory from 4 MiB chunks
+    Resume(resume::Options),
+    /// Checkpoint a guest that dirties 256 MiB each time
+    Checkpoint(checkpoint::Options),
+    /// 82 checkpoints of an agent-like workload: what they cost to keep
+    Soak(soak::Options),
+    /// From `ks run` to the first answer, and eight forks at once
+    Start(start::Options),
+}
+
+/// A node to ask from blocking code.
+pub struct Asker {
+    node: Node,
+    runtime: tokio::runtime::Handle,
+}
+
+impl Asker {
+    /// `GET path` as JSON.
+    pub fn get(&self, path: &str) -> anyhow::Result<Value> {
+        Ok(self.runtime.block_on(self.node.get::<Value>(path))?)
+    }
+}
+
+/// Runs a benchmark; its exit code is the process's.
+pub async fn run(args: BenchArgs, ctx: &Ctx) -> Res<u8> {
+    let asker = Asker { node: Node::find(ctx)?, runtime: tokio::runtime::Handle::current() };
+    let work = tokio::task::spawn_blocking(move || match args.which {
+        Bench::Resume(o) => resume::run(&o, &asker),
+        Bench::Checkpoint(o) => checkpoint::run(&o, &asker),
+        Bench::Soak(o) => soak::run(&o, &asker),
+        Bench::Start(o) => start::run(&o),
+    });
+    finish("the benchmark", work.await)
+}
