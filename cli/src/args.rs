@@ -350,7 +350,7 @@ pub enum Image {
         #[arg(long, value_name = "FILE", conflicts_with = "root")]
         oci: Option<PathBuf>,
         /// Root folder
-        #[arg(long, value_name = "DIR", required_unless_present = "oci")]
+        #[arg(long, alias = "root-dir", value_name = "DIR", required_unless_present = "oci")]
         root: Option<PathBuf>,
         /// A kernel (vmlinux or bzImage)
         #[arg(long, value_name = "FILE")]

@@ -80,6 +80,8 @@ impl Escape {
         for &b in read {
             let act = if typed && !self.pasting { self.key(b, &mut send) } else { self.other(b, &mut send) };
             if let Some(end) = act {
+                // The prefix was part of the chord: it does not go on.
+                self.at = At::Line;
                 return if send.is_empty() { vec![end] } else { vec![Action::Send(send), end] };
             }
         }
@@ -172,6 +174,10 @@ mod tests {
         check(true, &[b"ls\r", b"~", b"d"], "ls\r<D>");
         check(true, &[b"~."], "<C>");
         check(true, &[b"\n~."], "\n<C>");
+        let mut m = Escape::new(true);
+        m.feed(b"~");
+        m.feed(b"d");
+        assert!(!m.holding() && m.tick().is_empty(), "the prefix was part of the chord");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Starts and stops the node's program, `ksd`, on this machine.
 //!
-//! `ksd supervise --data-dir DIR` keeps `ksd` alive; it ends, without starting another, when it is told so by SIGTERM.
-//! Its process id is in DIR/supervisor.pid, and api.json names that of the daemon itself.
+//! `ksd supervise -- --data-dir DIR` keeps a `ksd` alive; SIGTERM ends both. api.json names the daemon's process;
+//! `supervisor.pid`, which is ours, that of the supervisor.
 
 use crate::failure::{Failure, Res};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
@@ -32,8 +32,12 @@ pub fn program() -> Res<PathBuf> {
     ))
 }
 
-fn arguments(data_dir: &Path) -> [OsString; 3] {
-    ["supervise".into(), "--data-dir".into(), data_dir.as_os_str().to_owned()]
+fn arguments(data_dir: &Path) -> [OsString; 4] {
+    ["supervise".into(), "--".into(), "--data-dir".into(), data_dir.as_os_str().to_owned()]
+}
+
+fn pid_file(data_dir: &Path) -> PathBuf {
+    data_dir.join("supervisor.pid")
 }
 
 /// The log of a node that runs away from the terminal.
@@ -63,7 +67,7 @@ pub fn start(data_dir: &Path) -> Res<std::process::Child> {
     let path = log_file(data_dir);
     let log: File = OpenOptions::new().append(true).create(true).mode(0o600).open(&path).map_err(bad)?;
     let me = std::env::current_exe().map_err(bad)?;
-    Command::new(me)
+    let child = Command::new(me)
         .arg("__detach")
         .arg(&ksd)
         .args(arguments(data_dir))
@@ -72,7 +76,9 @@ pub fn start(data_dir: &Path) -> Res<std::process::Child> {
         .stdout(log.try_clone().map_err(bad)?)
         .stderr(log)
         .spawn()
-        .map_err(bad)
+        .map_err(bad)?;
+    std::fs::write(pid_file(data_dir), child.id().to_string()).map_err(bad)?;
+    Ok(child)
 }
 
 /// Leaves the caller's session, then becomes the command.
@@ -86,10 +92,14 @@ pub fn detach(command: &[OsString]) -> Failure {
     Failure::local(format!("cannot run {}", Path::new(program).display()), e, "is it a program for this machine?")
 }
 
-/// The supervisor's process id, if its file names a live one.
-pub fn supervisor(data_dir: &Path) -> Option<u32> {
-    let text = std::fs::read_to_string(data_dir.join("supervisor.pid")).ok()?;
-    text.trim().parse().ok().filter(|p| alive(*p))
+/// The supervisor's process: the one that `ks up` noted, or the daemon's parent if that is a `ksd`.
+pub fn supervisor(data_dir: &Path, daemon: Option<u32>) -> Option<u32> {
+    let noted = std::fs::read_to_string(pid_file(data_dir)).ok().and_then(|t| t.trim().parse().ok());
+    let parent = daemon.filter(|p| alive(*p)).and_then(|p| {
+        let stat = std::fs::read_to_string(format!("/proc/{p}/stat")).ok()?;
+        stat.rsplit(") ").next()?.split(' ').nth(1)?.parse().ok()
+    });
+    noted.into_iter().chain(parent).find(|p| alive(*p))
 }
 
 fn pid(raw: u32) -> Option<Pid> {

@@ -167,6 +167,8 @@ impl Person {
                     }
                     Incoming::Frame(ExecFrame::Exit { code, signal }) => return Ended::Exit { code, signal },
                     Incoming::Frame(ExecFrame::Stdin(_) | ExecFrame::StdinEof | ExecFrame::Resize(..) | ExecFrame::Signal(_)) => {}
+                    // The node says so when the guest's side of the link breaks.
+                    Incoming::Refused(e) if e.code == "guest-silent" => return Ended::Lost { why: e.why, alive },
                     Incoming::Refused(e) => return Ended::Refused(e),
                     Incoming::Lost(why) => return Ended::Lost { why, alive },
                 },

@@ -48,6 +48,8 @@ pub async fn run(ctx: &Ctx, session: &str) -> Res<u8> {
             },
         };
         let why = match ended {
+            // Nothing was ever seen of it: that is a failure to report, not a break to mend.
+            Ended::Lost { why, alive: false } if !seen => break Out::Failed(never(session, &why)),
             Ended::Lost { why, alive } => {
                 if alive {
                     backoff = BACKOFF_FIRST;
@@ -74,6 +76,15 @@ pub async fn run(ctx: &Ctx, session: &str) -> Res<u8> {
     person.finish().await;
     drop(raw);
     finish(ctx, session, outcome)
+}
+
+fn never(session: &str, why: &str) -> Failure {
+    Failure::new(
+        "link-lost",
+        format!("cannot attach to {session}"),
+        why,
+        format!("look at `ks show {session}` and `ks doctor {session}`, then try again"),
+    )
 }
 
 enum Out {

@@ -95,8 +95,8 @@ impl Output {
 async fn in_pipe(ctx: &Ctx, tx: Sender, mut rx: Receiver) -> Res<Ended> {
     let (frames, frames_rx) = mpsc::channel(4);
     tokio::spawn(send_all(tx, frames_rx));
-    feed_stdin(frames.clone())?;
     pass_signals(&frames)?;
+    feed_stdin(frames.clone())?;
     let out = Output::new(std::io::stdout());
     let err = Output::new(std::io::stderr());
     let ended = loop {
@@ -107,6 +107,10 @@ async fn in_pipe(ctx: &Ctx, tx: Sender, mut rx: Receiver) -> Res<Ended> {
             Incoming::Frame(ExecFrame::Stderr(b)) => err.tx.send(b).await,
             Incoming::Frame(ExecFrame::Exit { code, signal }) => break Ended::Exit { code, signal },
             Incoming::Frame(ExecFrame::Stdin(_) | ExecFrame::StdinEof | ExecFrame::Resize(..) | ExecFrame::Signal(_)) => Ok(()),
+            // The node says so when the guest's side of the link breaks: the program may have run.
+            Incoming::Refused(e) if e.code == "guest-silent" => {
+                break Ended::Lost { why: format!("{}: {}", e.what, e.why), alive: true };
+            }
             Incoming::Refused(e) => break Ended::Refused(e),
             Incoming::Lost(why) => break Ended::Lost { why, alive: true },
         };

@@ -37,18 +37,14 @@ pub async fn run(ctx: &Ctx, verb: Image) -> Res<u8> {
 }
 
 fn checked(name: &str) -> Res<String> {
-    let ok = !name.is_empty()
-        && name.len() <= 63
-        && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b))
-        && !name.starts_with('.');
-    if ok {
-        return Ok(name.to_owned());
+    match name.parse::<ks_proto::SessionName>() {
+        Ok(n) => Ok(n.to_string()),
+        Err(_) => Err(Failure::usage(
+            format!("{name:?} is no name for an image"),
+            "names have 1-63 characters of a-z, 0-9, '-' and '.'",
+            "choose another",
+        )),
     }
-    Err(Failure::usage(
-        format!("{name:?} is no name for an image"),
-        "names have 1-63 letters, digits, '-', '_' and '.'",
-        "choose another",
-    ))
 }
 
 /// The node runs elsewhere in the file tree: it gets absolute paths.

@@ -85,7 +85,7 @@ pub fn engine(e: ks_proto::manifest::EngineKind) -> String {
 pub async fn down(ctx: &Ctx, a: args::Down) -> Res<u8> {
     let api = read_api_file(&ctx.data_dir.join("api.json")).ok();
     let daemon_pid = api.map(|f| f.pid);
-    let supervisor = daemon::supervisor(&ctx.data_dir);
+    let supervisor = daemon::supervisor(&ctx.data_dir, daemon_pid);
     // The supervisor first: it would start another daemon.
     let all: Vec<u32> = supervisor.into_iter().chain(daemon_pid).filter(|p| daemon::alive(*p)).collect();
     if all.is_empty() {

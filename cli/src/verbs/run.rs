@@ -24,8 +24,8 @@ pub async fn run(ctx: &Ctx, a: args::Run) -> Res<u8> {
     }
     let wants_terminal = !a.detach && !ctx.json && terminal::both();
     let main = start(&a, &carries)?;
-    let node = Node::find(ctx)?;
     let create = creation(ctx, &a, if carries.is_empty() { Some(main.clone()) } else { None })?;
+    let node = Node::find(ctx)?;
     let session = match create_interruptibly(ctx, &node, &create).await {
         Err(f) if f.error.code == "exists" && create.name.is_some() => {
             return taken(ctx, &node, &create, f, wants_terminal).await;
