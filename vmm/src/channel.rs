@@ -15,8 +15,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 
 /// Bytes kept per direction before the reading side is held back.
 const BUFFER_BYTES: usize = 256 * 1024;
@@ -200,8 +200,16 @@ impl Pump {
         let mut passage: Option<Passage> = None;
         let mut wishes = 0;
         loop {
-            let open = self.shared.may_pass();
-            let ready = match wait(&self, passage.as_ref(), open) {
+            self.shared.channel_bell.take();
+            let held = !*self.shared.port_open.lock().unwrap_or_else(PoisonError::into_inner);
+            let gate = if held {
+                Gate::Held
+            } else if self.shared.may_pass() {
+                Gate::Open
+            } else {
+                Gate::LeaseEnded
+            };
+            let ready = match wait(&self, passage.as_ref(), gate) {
                 Ok(r) => r,
                 Err(e) => {
                     tracing::error!("the channel stops: {e}");
@@ -229,7 +237,10 @@ impl Pump {
             let count = |n: u64| {
                 self.shared.channel_bytes.fetch_add(n, Ordering::Relaxed);
             };
+            // Kept until the bytes are moved: a pause that holds the port waits for this pass.
+            let port_open = self.shared.port_open.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(p) = &mut passage
+                && *port_open
                 && self.shared.may_pass()
                 && !p.pass((ready.client, ready.port), &count)
             {
@@ -259,21 +270,35 @@ struct Ready {
     port: PollFlags,
 }
 
-fn wait(pump: &Pump, passage: Option<&Passage>, open: bool) -> std::io::Result<Ready> {
-    let mut fds = vec![PollFd::new(&pump.listener, PollFlags::IN), PollFd::from_borrowed_fd(pump.answers.as_fd(), PollFlags::IN)];
-    if let Some(p) = passage.filter(|_| open) {
+/// Whether bytes may move.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Gate {
+    Open,
+    /// The guest is paused; the bell rings when it goes on.
+    Held,
+    /// Looked at again and again.
+    LeaseEnded,
+}
+
+fn wait(pump: &Pump, passage: Option<&Passage>, gate: Gate) -> std::io::Result<Ready> {
+    let mut fds = vec![
+        PollFd::new(&pump.listener, PollFlags::IN),
+        PollFd::from_borrowed_fd(pump.answers.as_fd(), PollFlags::IN),
+        PollFd::from_borrowed_fd(pump.shared.channel_bell.as_fd(), PollFlags::IN),
+    ];
+    if let Some(p) = passage.filter(|_| gate == Gate::Open) {
         let (client, port) = p.interest();
         fds.push(PollFd::new(&p.client, client));
         if let Some(s) = &p.port {
             fds.push(PollFd::new(s, port));
         }
     }
-    match poll(&mut fds, if open || passage.is_none() { None } else { Some(&HELD_LOOK) }) {
+    match poll(&mut fds, if gate == Gate::LeaseEnded && passage.is_some() { Some(&HELD_LOOK) } else { None }) {
         Err(rustix::io::Errno::INTR) => return Ok(Ready { accept: false, client: PollFlags::empty(), port: PollFlags::empty() }),
         other => other?,
     };
     let at = |i: usize| fds.get(i).map_or(PollFlags::empty(), PollFd::revents);
-    Ok(Ready { accept: at(0).contains(PollFlags::IN), client: at(2), port: at(3) })
+    Ok(Ready { accept: at(0).contains(PollFlags::IN), client: at(3), port: at(4) })
 }
 
 #[cfg(test)]
@@ -377,6 +402,25 @@ mod tests {
         assert!(exactly(&mut reader, data.len()) == data, "to the host");
         c.join().unwrap();
         a.join().unwrap();
+    }
+
+    #[test]
+    fn nothing_passes_while_the_port_is_held() {
+        let b = Bench::new();
+        let (mut client, mut guest) = b.connect();
+        let mark = exactly(&mut guest, MARK);
+        guest.write_all(&mark).unwrap();
+        b.shared.hold_port();
+        client.write_all(b"ping").unwrap();
+        guest.write_all(b"pong").unwrap();
+        for s in [&mut client, &mut guest] {
+            s.set_read_timeout(Some(Duration::from_millis(150))).unwrap();
+            assert!(s.read(&mut [0; 1]).is_err(), "no byte passes");
+            s.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        }
+        b.shared.release_port();
+        assert_eq!(exactly(&mut guest, 4), b"ping");
+        assert_eq!(exactly(&mut client, 4), b"pong");
     }
 
     #[test]

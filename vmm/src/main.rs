@@ -102,15 +102,17 @@ fn runner(
     ports: &Arc<Mailbox<ks_vmm::channel::PortAnswer>>,
 ) -> Runner {
     let shim = find_shim();
+    // An absolute path, for the jail; what is not there is reported when it is needed.
+    let qemu = args.qemu.as_ref().map(|p| std::path::absolute(p).unwrap_or_else(|_| p.clone()));
     let mut visible = Visible::default();
-    for file in shim.iter().chain(&args.qemu) {
+    for file in shim.iter().chain(qemu.as_ref().filter(|p| p.is_file())) {
         visible.add(file);
     }
     let jail = Jail::probe(args.jail_uid, run_dir, &visible);
     shared.set_jail(jail.words.clone());
     let (told, warned, ended) = (shared.clone(), link.clone(), mail.clone());
     let settings = qemu::Settings {
-        program: args.qemu.clone(),
+        program: qemu,
         shim,
         visible: Visible::default(),
         jail,
@@ -128,7 +130,16 @@ fn runner(
             warned.event(VmmEvent::Warning { text });
         }),
     };
-    Runner { mail: mail.clone(), shared: shared.clone(), link: link.clone(), context, ports: ports.clone(), vm: None, wish: None }
+    Runner {
+        mail: mail.clone(),
+        shared: shared.clone(),
+        link: link.clone(),
+        context,
+        ports: ports.clone(),
+        vm: None,
+        wish: None,
+        run_pending: false,
+    }
 }
 
 fn start_signals(signals: std::os::fd::OwnedFd, mail: Arc<Mailbox<Command>>) -> anyhow::Result<()> {

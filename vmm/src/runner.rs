@@ -7,9 +7,12 @@ use crate::mailbox::Mailbox;
 use crate::shared::Shared;
 use crate::start::{Built, Context, Handed, StartRequest, build};
 use ks_proto::control::{CheckpointStats, Fault, VmPhase, VmmEvent, VmmReply};
+use ks_proto::manifest::{EngineKind, Machine};
 use ks_vmm_core::checkpoint::{Captured, Pipeline, Request};
+use ks_vmm_core::engine::{Engine, EngineExit, Stopper};
 use rustix::event::{PollFd, PollFlags, poll};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, RawFd};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -79,6 +82,59 @@ pub struct Runner {
     pub vm: Option<Built>,
     /// A wish for the port that waits until the guest runs.
     pub wish: Option<u64>,
+    /// A capture found the lease ended and left the engine stopped: it runs again once the lease is back.
+    pub run_pending: bool,
+}
+
+/// The engine as a capture sees it: the channel stands still while the guest does, and a guest that is paused on
+/// request is neither stopped nor let go.
+struct Captive<'a> {
+    engine: &'a mut dyn Engine,
+    shared: &'a Shared,
+    stays_paused: bool,
+}
+
+impl Engine for Captive<'_> {
+    fn kind(&self) -> EngineKind {
+        self.engine.kind()
+    }
+    fn machine(&self) -> Machine {
+        self.engine.machine()
+    }
+    fn run(&mut self) -> Result<(), Fault> {
+        if self.stays_paused {
+            return Ok(());
+        }
+        self.engine.run()?;
+        self.shared.release_port();
+        Ok(())
+    }
+    fn pause(&mut self, bound: Duration) -> Result<(), Fault> {
+        if self.stays_paused {
+            return Ok(());
+        }
+        self.shared.hold_port();
+        // On an error the guest runs on.
+        self.engine.pause(bound).inspect_err(|_| self.shared.release_port())
+    }
+    fn save_state(&mut self) -> Result<Vec<u8>, Fault> {
+        self.engine.save_state()
+    }
+    fn connect_port(&mut self) -> Result<UnixStream, Fault> {
+        self.engine.connect_port()
+    }
+    fn stopper(&self) -> Arc<dyn Stopper> {
+        self.engine.stopper()
+    }
+    fn exited(&mut self) -> Option<EngineExit> {
+        self.engine.exited()
+    }
+    fn exit_fd(&self) -> RawFd {
+        self.engine.exit_fd()
+    }
+    fn kill(&mut self) {
+        self.engine.kill();
+    }
 }
 
 /// Why the loop ends.
@@ -123,8 +179,19 @@ impl Runner {
                 return Some(End { fault: Some(exit.fault), code: exit_code::DIED, asker: None });
             }
         }
+        self.run_again();
         self.give_port();
         None
+    }
+
+    fn run_again(&mut self) {
+        let Some(vm) = self.vm.as_mut().filter(|_| self.run_pending && self.shared.may_pass()) else { return };
+        if self.shared.phase() == VmPhase::Running {
+            match (Captive { engine: vm.engine.as_mut(), shared: &self.shared, stays_paused: false }).run() {
+                Ok(()) => self.run_pending = false,
+                Err(f) => tracing::warn!("{f}"),
+            }
+        }
     }
 
     fn wait(&self) {
@@ -181,7 +248,7 @@ impl Runner {
     fn pause(&mut self) -> Result<VmmReply, Fault> {
         let vm = self.vm.as_mut().ok_or_else(no_vm)?;
         if self.shared.own_phase() == VmPhase::Running {
-            vm.engine.pause(PAUSE_BOUND)?;
+            Captive { engine: vm.engine.as_mut(), shared: &self.shared, stays_paused: false }.pause(PAUSE_BOUND)?;
             self.shared.set_phase(VmPhase::Paused);
         }
         Ok(VmmReply::Done {})
@@ -190,7 +257,7 @@ impl Runner {
     fn resume(&mut self) -> Result<VmmReply, Fault> {
         let vm = self.vm.as_mut().ok_or_else(no_vm)?;
         if self.shared.own_phase() == VmPhase::Paused {
-            vm.engine.run()?;
+            Captive { engine: vm.engine.as_mut(), shared: &self.shared, stays_paused: false }.run()?;
             self.shared.set_phase(VmPhase::Running);
         }
         Ok(VmmReply::Done {})
@@ -198,17 +265,16 @@ impl Runner {
 
     fn checkpoint(&mut self, request: &Request, asker: Asker) {
         let Some(vm) = self.vm.as_mut() else { return asker.answer(Err(no_vm())) };
-        let was_paused = self.shared.own_phase() == VmPhase::Paused;
-        let captured = match vm.pipeline.capture(vm.engine.as_mut(), request) {
+        let paused = self.shared.own_phase() == VmPhase::Paused;
+        let mut engine = Captive { engine: vm.engine.as_mut(), shared: &self.shared, stays_paused: paused };
+        let captured = match vm.pipeline.capture(&mut engine, request) {
             Ok(c) => c,
-            Err(fault) => return asker.answer(Err(fault)),
-        };
-        if was_paused {
-            if let Err(f) = vm.engine.pause(PAUSE_BOUND) {
-                tracing::warn!("{f}");
-                self.shared.set_phase(VmPhase::Running);
+            Err(fault) => {
+                self.run_pending = !paused && fault.code == "lease-ended";
+                return asker.answer(Err(fault));
             }
-        } else {
+        };
+        if !paused {
             self.link.event(VmmEvent::Resumed { pause_us: captured.pause_us() });
         }
         let (pipeline, mail) = (vm.pipeline.clone(), self.mail.clone());

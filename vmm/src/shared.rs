@@ -43,6 +43,10 @@ pub struct Shared {
     pub channel_bytes: AtomicU64,
     /// Wakes the lease watchdog.
     pub lease_bell: Mailbox<()>,
+    /// Held by the channel while it moves bytes; false while the guest is paused, see [`Shared::hold_port`].
+    pub port_open: Mutex<bool>,
+    /// Wakes the channel.
+    pub channel_bell: Mailbox<()>,
 }
 
 impl Shared {
@@ -65,6 +69,8 @@ impl Shared {
             changed: Condvar::new(),
             channel_bytes: AtomicU64::new(0),
             lease_bell: Mailbox::new()?,
+            port_open: Mutex::new(true),
+            channel_bell: Mailbox::new()?,
         })
     }
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -183,6 +189,16 @@ impl Shared {
     /// True while bytes may pass the guest channel.
     pub fn may_pass(&self) -> bool {
         self.gate().is_some_and(|g| g.may_run())
+    }
+    /// When this returns, the channel moves no byte until [`Shared::release_port`]. Devices may take and give bytes of
+    /// the port while the vCPUs stand still, and what they do then would be in one half of a checkpoint only.
+    pub fn hold_port(&self) {
+        *self.port_open.lock().unwrap_or_else(PoisonError::into_inner) = false;
+    }
+    /// Undoes [`Shared::hold_port`].
+    pub fn release_port(&self) {
+        *self.port_open.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.channel_bell.ring();
     }
     /// From now on the watchdog can stop the vCPUs.
     pub fn set_stopper(&self, stopper: Arc<dyn Stopper>) {

@@ -11,7 +11,6 @@ use ks_vmm_core::checkpoint::{Parts, Pipeline};
 use ks_vmm_core::disk::Disk;
 use ks_vmm_core::engine::{Engine, EngineSetup};
 use ks_vmm_core::host_link::HostLink;
-use ks_vmm_core::lease::LeaseGate;
 use ks_vmm_core::memory::{Memory, OnFatal};
 use ks_vmm_core::source::ChunkSource;
 use std::fs::File;
@@ -226,9 +225,8 @@ pub fn build(cx: &Context, handed: &mut Handed, request: StartRequest) -> Result
         return Err(Fault::new("lease-ended", what, why, "send the lease before boot or restore"));
     }
     let run_dir = cx.run_dir.clone();
-    let setup =
-        EngineSetup { config, kernel, kernel_hash, initrd_hash, initrd, memory, disk, lease: lease.clone(), run_dir, restore };
-    let engine = engine_for(cx, setup, &lease)?;
+    let setup = EngineSetup { config, kernel, kernel_hash, initrd_hash, initrd, memory, disk, lease, run_dir, restore };
+    let engine = engine_for(cx, setup)?;
     cx.shared.set_stopper(engine.stopper());
     Ok(Built { engine, pipeline: Arc::new(Pipeline::new(parts)?) })
 }
@@ -237,12 +235,9 @@ fn verify_all(source: &ChunkSource, memory: &[ChunkId], disk: &[ChunkId]) -> Res
     source.verify(&[memory, disk].concat())
 }
 
-fn engine_for(cx: &Context, setup: EngineSetup, _lease: &Arc<LeaseGate>) -> Result<Box<dyn Engine>, Fault> {
+fn engine_for(cx: &Context, setup: EngineSetup) -> Result<Box<dyn Engine>, Fault> {
     match setup.config.engine {
         EngineKind::Qemu => Ok(Box::new(qemu::QemuEngine::new(setup, &cx.qemu, cx.warn.clone())?)),
-        EngineKind::Kvm => {
-            let next = "start the node with --engine qemu";
-            Err(Fault::new("engine-missing", "start the kvm engine", "this build does not have it yet", next))
-        }
+        EngineKind::Kvm => ks_vmm_kvm::KvmEngine::new(setup),
     }
 }

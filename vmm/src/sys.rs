@@ -1,8 +1,9 @@
-//! What has no safe wrapper among our dependencies: signals as a descriptor, the TSC, the engine's exit descriptor.
-#![expect(unsafe_code, reason = "signalfd, rdtsc, and a raw descriptor of the engine seam")]
+//! What has no safe wrapper among our dependencies: signals as a descriptor, the TSC, the engine's
+//! exit descriptor, and how much of a socket is unread.
+#![expect(unsafe_code, reason = "signalfd, rdtsc, one ioctl, and a raw descriptor of the engine seam")]
 
 use ks_vmm_core::engine::Engine;
-use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 /// Blocks SIGTERM, SIGINT and SIGHUP in this thread (and those it starts later) and returns a descriptor that becomes
 /// readable when one arrives.
@@ -21,6 +22,16 @@ pub fn stop_signals() -> std::io::Result<OwnedFd> {
             -1 => Err(std::io::Error::last_os_error()),
             fd => Ok(OwnedFd::from_raw_fd(fd)),
         }
+    }
+}
+
+/// Bytes (with the kernel's overhead) that the other end of a local socket has not read yet; 0 when it read all.
+pub fn unread(socket: &impl AsRawFd) -> std::io::Result<usize> {
+    let mut n: libc::c_int = 0;
+    // SAFETY: SIOCOUTQ (the same number as TIOCOUTQ) stores one int.
+    match unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut n) } {
+        0 => Ok(usize::try_from(n).unwrap_or(0)),
+        _ => Err(std::io::Error::last_os_error()),
     }
 }
 

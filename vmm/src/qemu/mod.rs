@@ -29,7 +29,10 @@ use std::time::{Duration, Instant};
 /// A QMP command that is not a pause must be answered within this; a busy two-core host needs seconds at the worst.
 const COMMAND: Duration = Duration::from_secs(20);
 /// QEMU must be ready for commands within this.
-const READY: Duration = Duration::from_secs(60);
+const READY: Duration = Duration::from_secs(30);
+/// Turns of QEMU's main loop without change after which the guest port counts as settled, and turns at most.
+const SETTLED_TURNS: usize = 3;
+const SETTLE_TURNS_MAX: usize = 2000;
 /// The largest device state: 64 MiB (some 60 KB are usual).
 const STATE_BYTES_MAX: u64 = 64 << 20;
 /// Where firmware may lie; the one that QEMU finds first is the one it uses.
@@ -61,6 +64,8 @@ pub struct QemuEngine {
     exit: Option<EngineExit>,
     // Invariant: true between a pause that returned Ok and the next run.
     paused: bool,
+    // Invariant: true between a save and the next run; QEMU has let go of its disk then.
+    saved: bool,
 }
 
 fn io_fault(what: &str) -> impl Fn(std::io::Error) -> Fault + '_ {
@@ -203,6 +208,7 @@ impl QemuEngine {
             stopper,
             exit: None,
             paused: true,
+            saved: false,
         };
         hook.attach(&setup.memory, engine.process.pid(), engine.process.pidfd(), &*warn)?;
         engine.prepare(setup.restore)?;
@@ -296,6 +302,29 @@ impl QemuEngine {
         }
     }
 
+    /// After a stop QEMU still moves what lies in the port's socket into guest memory, as far as the guest has room.
+    /// Waits until that has ended; nobody adds bytes meanwhile.
+    fn settle_port(&mut self) -> Result<(), Fault> {
+        let Some(port) = &self.port else { return Ok(()) };
+        let port = port.try_clone().map_err(io_fault("look at the guest port"))?;
+        let mut last = usize::MAX;
+        let mut same = 0;
+        for _ in 0..SETTLE_TURNS_MAX {
+            let unread = crate::sys::unread(&port).map_err(io_fault("look at the guest port"))?;
+            same = if unread == last { same + 1 } else { 0 };
+            if unread == 0 || same >= SETTLED_TURNS {
+                return Ok(());
+            }
+            last = unread;
+            // Each answer is at least one turn of QEMU's main loop.
+            self.command("query-status", json!({}))?;
+        }
+        let why = "its port does not settle while it is stopped";
+        let fault = Fault::new("timeout", "pause the guest", why, "try again");
+        self.run()?;
+        Err(fault)
+    }
+
     /// QMP is closed: the process ends in the next moments.
     fn await_death(&mut self) {
         let mut fds = [rustix::event::PollFd::new(self.process.pidfd(), rustix::event::PollFlags::IN)];
@@ -339,14 +368,14 @@ impl Engine for QemuEngine {
             return Err(Fault::new("lease-ended", "run the guest", "the lease of this run has ended", "renew it"));
         }
         self.command("cont", json!({}))?;
-        self.paused = false;
+        (self.paused, self.saved) = (false, false);
         Ok(())
     }
     fn pause(&mut self, bound: Duration) -> Result<(), Fault> {
         match self.qmp.execute("stop", json!({}), bound) {
             Ok(_) => {
                 self.paused = true;
-                Ok(())
+                self.settle_port()
             }
             Err(e) => {
                 if matches!(e, QmpError::Silent { .. }) {
@@ -362,6 +391,12 @@ impl Engine for QemuEngine {
         if !self.paused {
             return Err(Fault::new("internal", what, "the guest is not paused", "report this"));
         }
+        if self.saved {
+            // A second save in one pause: QEMU must take its disk back first, and only running does that.
+            self.command("cont", json!({}))?;
+            self.command("stop", json!({}))?;
+        }
+        self.saved = true;
         let bad = io_fault(what);
         let fd = rustix::fs::memfd_create("ks-state", rustix::fs::MemfdFlags::CLOEXEC).map_err(|e| bad(e.into()))?;
         let mut file = File::from(fd.try_clone().map_err(&bad)?);

@@ -40,13 +40,13 @@ pub struct Shape {
     pub cmdline: String,
     /// More arguments for ks-vmm.
     pub args: Vec<String>,
-    /// Environment of ks-vmm.
-    pub env: Vec<(String, String)>,
+    /// Another program than the one that cargo built.
+    pub program: Option<PathBuf>,
 }
 
 impl Shape {
     pub fn new(engine: EngineKind) -> Self {
-        Self { engine, memory_mib: 256, vcpus: 1, cmdline: String::new(), args: vec![], env: vec![] }
+        Self { engine, memory_mib: 256, vcpus: 1, cmdline: String::new(), args: vec![], program: None }
     }
 }
 
@@ -65,11 +65,11 @@ impl Vm {
         image::shim();
         let dir = tempfile::Builder::new().prefix("ks-vmm-test").tempdir().unwrap();
         let (control, channel) = (dir.path().join("control"), dir.path().join("channel"));
-        let process = Command::new(env!("CARGO_BIN_EXE_ks-vmm"))
+        let program = shape.program.clone().unwrap_or_else(|| env!("CARGO_BIN_EXE_ks-vmm").into());
+        let process = Command::new(program)
             .args(["--control-socket".as_ref(), control.as_os_str(), "--channel-socket".as_ref(), channel.as_os_str()])
             .args(["--run-dir".as_ref(), dir.path().join("run").as_os_str()])
             .args(&shape.args)
-            .envs(shape.env.iter().cloned())
             .stdin(Stdio::null())
             .spawn()
             .unwrap();
@@ -119,6 +119,10 @@ impl Vm {
     }
     pub fn try_restore(&self, id: CheckpointId) -> Result<VmmReply, Fault> {
         self.hand_over();
+        self.start_restore(id)
+    }
+    /// A restore whose keys and lease were sent already.
+    pub fn start_restore(&self, id: CheckpointId) -> Result<VmmReply, Fault> {
         let manifest = self.store.manifest_file(&id);
         self.start(VmmRequest::Restore { config: self.config(), checkpoint: id }, Some(manifest))
     }
