@@ -17,6 +17,9 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt};
 /// The image that sessions get when none is named.
 pub const DEFAULT: &str = "default";
 
+/// Bytes between two steps that are told while a disk is stored.
+const PROGRESS_BYTES: u64 = 64 << 20;
+
 /// Folder of an image's kernel and initramfs.
 pub fn image_dir(node: &Node, id: &ImageId) -> PathBuf {
     node.layout.images().join(id.to_hex())
@@ -124,7 +127,13 @@ fn take_in_now(node: &Arc<Node>, name: &str, dir: &Path, steps: &Steps) -> Resul
     let root = dir.join("root.ext4");
     let disk = std::fs::File::open(&root).map_err(|e| bad(format!("cannot open {}", root.display()), &e))?;
     let disk_bytes = disk.metadata().map_err(|e| bad(root.display().to_string(), &e))?.len();
-    let mut progress = |done, total| steps.step("storing the root disk", done, total);
+    let mut shown = 0;
+    let mut progress = |done: u64, total: u64| {
+        if done == total || done >= shown + PROGRESS_BYTES {
+            shown = done;
+            steps.step("storing the root disk", done, total);
+        }
+    };
     let taken = node.supply.store.ingest_disk(&disk, key, &mut progress).map_err(|e| store_error(&e))?;
     let (kernel, initrd) = (dir.join("kernel"), dir.join("initrd"));
     let id = content_id(&info, &kernel, &initrd, &taken.id).map_err(|e| bad("cannot read the kernel".into(), &e))?;

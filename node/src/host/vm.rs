@@ -298,6 +298,8 @@ impl LiveVm {
             Err(e) => return Err(image_file(&spec.initrd, &e)),
         };
         let plan = super::files::memfd("ks-plan", plan).map_err(io)?;
+        // The VMM starts no vCPU without a lease.
+        self.grant_lease().await?;
         let config = spec.config.clone();
         let reply = match spec.origin {
             Origin::Boot { .. } => {
@@ -315,7 +317,6 @@ impl LiveVm {
             VmmReply::Started { engine_version, .. } => self.engine_version = engine_version,
             other => return Err(ApiError::new("internal", "the VM's answer", format!("unexpected {other:?}"), "report this")),
         }
-        self.grant_lease().await?;
         Ok(self)
     }
 

@@ -53,6 +53,7 @@ fn main_when_started_as_ks_vmm() {
 #[derive(Default)]
 struct State {
     config: Option<VmConfig>,
+    lease: Option<ks_proto::RunToken>,
     keys: BTreeMap<u32, DomainKey>,
     write_domain: u32,
     packs: Vec<File>,
@@ -125,6 +126,9 @@ impl Vmm {
         ask: &mpsc::Sender<Asked>,
         out: &mpsc::Sender<(Frame, Vec<OwnedFd>)>,
     ) -> Result<VmmReply, Fault> {
+        if let VmmRequest::Boot { config, .. } | VmmRequest::Restore { config, .. } = &request {
+            assert_eq!(self.state.lock().unwrap().lease, Some(config.token), "the lease comes before the start");
+        }
         let started = || Ok(VmmReply::Started { first_run_us: 1, engine_version: "fake 1".into() });
         match request {
             VmmRequest::Hello { .. } => {
@@ -166,7 +170,9 @@ impl Vmm {
                 Ok(VmmReply::Stats { stats: VmStats { memory_present_bytes: 7 << 20, ..VmStats::default() } })
             }
             VmmRequest::Lease { token, .. } => {
-                assert_eq!(Some(token), self.state.lock().unwrap().config.as_ref().map(|c| c.token));
+                let mut s = self.state.lock().unwrap();
+                assert!(s.config.as_ref().is_none_or(|c| c.token == token));
+                s.lease = Some(token);
                 Ok(VmmReply::Done {})
             }
             VmmRequest::Pause {} | VmmRequest::Resume {} | VmmRequest::Stop {} => Ok(VmmReply::Done {}),
