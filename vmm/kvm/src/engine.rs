@@ -211,7 +211,7 @@ fn nodes() -> Vec<MmioNode> {
 
 fn build(host: &Host, setup: &EngineSetup, uffd: Option<OwnedFd>, saved: Option<&MachineState>) -> Result<Built, Fault> {
     let memory = &setup.memory;
-    let ram = Ram::map(memory.fd(), memory.bytes()).map_err(fault("internal", "mapping guest memory"))?;
+    let ram = Ram::map(memory.clone()).map_err(fault("internal", "mapping guest memory"))?;
     let ram = Arc::new(ram);
     let own = if uffd.is_none() { File::open("/dev/userfaultfd").ok().map(OwnedFd::from) } else { uffd };
     match Tracked::in_this_process(own.as_ref().map(AsFd::as_fd), ram.base(), ram.bytes(), memory.wants_missing()) {

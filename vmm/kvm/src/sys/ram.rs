@@ -3,10 +3,11 @@
 #![expect(unsafe_code, reason = "mmap, raw vm-memory regions and KVM_SET_USER_MEMORY_REGION")]
 
 use crate::layout::{self, RamSlot};
+use ks_vmm_core::memory::Memory;
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::VmFd;
 use rustix::mm::{MapFlags, ProtFlags};
-use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use vm_memory::mmap::MmapRegion;
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
@@ -29,17 +30,26 @@ impl Drop for Mapping {
     }
 }
 
+impl Drop for Ram {
+    fn drop(&mut self) {
+        // The pager and the prefetcher place pages in the mapping: they end before it goes.
+        self.owner.shutdown();
+    }
+}
+
 /// Guest memory: by guest-physical address for devices, by slot for KVM.
 pub struct Ram {
     // Invariant: declared before `mapping`, so that the regions go first.
     memory: GuestMemoryMmap,
     slots: Vec<RamSlot>,
     mapping: Mapping,
+    owner: Arc<Memory>,
 }
 
 impl Ram {
-    /// Maps `bytes` of the memory file `fd`, shared.
-    pub fn map(fd: BorrowedFd<'_>, bytes: u64) -> std::io::Result<Self> {
+    /// Maps the whole memory file, shared; its pager is shut down before it is unmapped.
+    pub fn map(owner: Arc<Memory>) -> std::io::Result<Self> {
+        let (fd, bytes) = (owner.fd(), owner.bytes());
         let length = usize::try_from(bytes).map_err(std::io::Error::other)?;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
@@ -59,7 +69,7 @@ impl Ram {
             regions.push(region);
         }
         let memory = GuestMemoryMmap::from_regions(regions).map_err(std::io::Error::other)?;
-        Ok(Self { memory, slots, mapping })
+        Ok(Self { memory, slots, mapping, owner })
     }
     /// For devices.
     pub fn memory(&self) -> &GuestMemoryMmap {

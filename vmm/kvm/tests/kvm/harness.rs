@@ -23,7 +23,8 @@ use std::process::Command;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-pub const MEMORY_BYTES: u64 = 128 << 20;
+/// Linux reports free pages only while more than 128 MiB are free.
+pub const MEMORY_BYTES: u64 = 256 << 20;
 pub const DISK_BYTES: u64 = 8 << 20;
 /// The longest wait for anything: the host may be shared and its kernel code emulated.
 pub const DEADLINE: Duration = Duration::from_secs(240);
@@ -206,6 +207,12 @@ impl Fixture {
         let source = self.node.source(std::slice::from_ref(&self.key));
         let state = source.load_state(&m.state, m.state_bytes).expect("the state is stored");
         (m.machine.expect("a checkpoint has a machine"), state)
+    }
+    /// Guest memory of a checkpoint, chunk by chunk.
+    pub fn memory_image(&self, id: &CheckpointId) -> Vec<Vec<u8>> {
+        let source = self.node.source(std::slice::from_ref(&self.key));
+        let refs = source.load_map(&self.manifest(id).memory).expect("the map is stored");
+        refs.iter().map(|r| source.read(r).expect("every chunk is stored")).collect()
     }
     /// A new engine from a checkpoint, standing still.
     pub fn restore(&self, id: &CheckpointId, loading: Loading) -> Vm {

@@ -8,6 +8,7 @@
 //   s  answers the sum of the dirtied memory's first bytes, 8 bytes
 //   f  gives the dirtied memory back to the kernel; answers 1 byte 0
 //   t  answers CLOCK_MONOTONIC in nanoseconds, 8 bytes
+//   n  sleeps 50 ms; answers 1 byte 0
 //   v  answers the AVX register that it set at its start, 32 bytes
 //   x  writes to the console for ever
 //   p  panics the kernel by ending
@@ -154,6 +155,10 @@ static void command(i64 fd, u8 c) {
         answer(fd, &value, 8);
         break;
     }
+    case 'n':
+        nap(50);
+        answer(fd, &zero, 1);
+        break;
     case 'v':
         __asm__ volatile("vmovdqu %%ymm15, (%0)" ::"r"(buffer) : "memory");
         answer(fd, buffer, 32);
