@@ -20,6 +20,8 @@ mod server;
 mod sys;
 #[cfg(test)]
 mod testing;
+#[cfg(test)]
+mod tests;
 mod tmux;
 mod wire;
 
@@ -100,7 +102,7 @@ fn main() -> ExitCode {
 }
 
 #[cfg(test)]
-mod tests {
+mod command_line_tests {
     use super::*;
 
     fn words(s: &str) -> Vec<String> {

@@ -23,6 +23,7 @@ impl Fd {
     pub async fn read(&self, buf: &mut [u8]) -> io::Result<usize> {
         loop {
             let mut guard = self.0.readable().await?;
+            let hung_up = guard.ready().is_read_closed();
             let read = guard.try_io(|fd| match rustix::io::read(fd.get_ref(), &mut *buf) {
                 Err(Errno::IO) => Ok(0),
                 other => other.map_err(io::Error::from),
@@ -30,6 +31,8 @@ impl Fd {
             match read {
                 Ok(Err(e)) if e.kind() == io::ErrorKind::Interrupted => {}
                 Ok(result) => return result,
+                // Hung up for good as far as tokio knows: waiting again would spin.
+                Err(_would_block) if hung_up => return Ok(0),
                 Err(_would_block) => {}
             }
         }
@@ -39,10 +42,12 @@ impl Fd {
     pub async fn write_all(&self, mut data: &[u8]) -> io::Result<()> {
         while !data.is_empty() {
             let mut guard = self.0.writable().await?;
+            let hung_up = guard.ready().is_write_closed();
             match guard.try_io(|fd| rustix::io::write(fd.get_ref(), data).map_err(io::Error::from)) {
                 Ok(Ok(n)) => data = &data[n..],
                 Ok(Err(e)) if e.kind() == io::ErrorKind::Interrupted => {}
                 Ok(Err(e)) => return Err(e),
+                Err(_would_block) if hung_up => return Err(io::ErrorKind::BrokenPipe.into()),
                 Err(_would_block) => {}
             }
         }

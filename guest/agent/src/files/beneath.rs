@@ -33,7 +33,7 @@ pub(super) fn parts(path: &Path) -> io::Result<Vec<OsString>> {
 }
 
 /// Opens `path` below `root` without ever leaving it.
-pub(super) fn open(root: impl AsFd, path: &Path, flags: OFlags) -> io::Result<OwnedFd> {
+fn open(root: impl AsFd, path: &Path, flags: OFlags) -> io::Result<OwnedFd> {
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
     for _ in 0..RETRIES_MAX {
         match rustix::fs::openat2(root.as_fd(), path, flags | OFlags::CLOEXEC, Mode::empty(), resolve) {
@@ -48,23 +48,32 @@ pub(super) fn open(root: impl AsFd, path: &Path, flags: OFlags) -> io::Result<Ow
     Err(io::ErrorKind::ResourceBusy.into())
 }
 
+/// Opens the directory `parts` below `root`, which must be there.
+pub(super) fn existing(root: &OwnedFd, parts: &[OsString]) -> io::Result<OwnedFd> {
+    let mut path = PathBuf::from(".");
+    path.extend(parts);
+    open(root, &path, DIR)
+}
+
 /// Opens the directory `parts` below `root`, making what is missing; `made` sees each new directory.
 pub(super) fn directory(
     root: &OwnedFd,
     parts: &[OsString],
     mut made: impl FnMut(&OwnedFd) -> io::Result<()>,
 ) -> io::Result<OwnedFd> {
-    let mut done = PathBuf::new();
+    match existing(root, parts) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+        other => return other,
+    }
     let mut dir = root.try_clone()?;
-    for name in parts {
+    for (depth, name) in parts.iter().enumerate() {
         let created = match rustix::fs::mkdirat(&dir, name, Mode::from_raw_mode(0o755)) {
             Ok(()) => true,
             Err(Errno::EXIST) => false,
             Err(e) => return Err(e.into()),
         };
-        done.push(name);
         // From the root each time: a link on the way is followed only as far as it stays beneath.
-        dir = open(root, &done, DIR)?;
+        dir = existing(root, &parts[..=depth])?;
         if created {
             made(&dir)?;
         }

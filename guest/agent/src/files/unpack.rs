@@ -18,6 +18,15 @@ use super::beneath;
 
 /// Runs of zeros of this size become holes.
 const HOLE_BYTES: usize = 64 * 1024;
+/// An archive ends with two blocks of zeros.
+const END_BYTES: usize = 1024;
+
+/// What an entry's header says.
+struct Facts {
+    bytes: u64,
+    mode: u32,
+    mtime: u64,
+}
 
 /// A directory that an archive is unpacked into.
 pub(super) struct Target {
@@ -43,24 +52,22 @@ impl Target {
 
     /// Unpacks everything; directories get their times last, as files change them.
     pub(super) fn unpack(mut self, source: impl Read) -> io::Result<()> {
-        let mut archive = tar::Archive::new(source);
+        let mut archive = tar::Archive::new(ZeroTail { source, zeros: 0 });
         let mut directories = Vec::new();
-        let mut entries = 0_u64;
         for entry in archive.entries()? {
             let mut entry = entry?;
-            entries += 1;
             let path = entry.path()?.into_owned();
             let what = |e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
             self.entry(&path, &mut entry, &mut directories).map_err(what)?;
         }
-        let mut source = archive.into_inner();
+        let mut tail = archive.into_inner();
         // Padding after the end of the archive belongs to it.
-        let rest = io::copy(&mut source, &mut io::sink())?;
-        if entries == 0 && rest == 0 {
-            // `tar` ends every archive with zeros, so even an empty one has bytes; the reader took those already.
+        io::copy(&mut tail, &mut io::sink())?;
+        if tail.zeros < END_BYTES {
+            return Err(invalid("the archive was cut off before its end"));
         }
-        for (dir, mtime) in directories.into_iter().rev() {
-            set_time(&dir, mtime)?;
+        for (parts, mtime) in directories.into_iter().rev() {
+            set_time(&self.directory(&parts)?, mtime)?;
         }
         Ok(())
     }
@@ -69,10 +76,12 @@ impl Target {
         &mut self,
         path: &Path,
         entry: &mut tar::Entry<'_, impl Read>,
-        directories: &mut Vec<(OwnedFd, u64)>,
+        directories: &mut Vec<(Vec<OsString>, u64)>,
     ) -> io::Result<()> {
         let parts = beneath::parts(path)?;
-        let (mode, mtime) = (entry.header().mode()? & 0o777, entry.header().mtime()?);
+        let header = entry.header();
+        // No set-id bits: the owner is always the session's user.
+        let facts = Facts { bytes: entry.size(), mode: header.mode()? & 0o777, mtime: header.mtime()? };
         let kind = entry.header().entry_type();
         let Some((name, parents)) = parts.split_last() else {
             // "./" itself: the target is as it is.
@@ -81,13 +90,13 @@ impl Target {
         match kind {
             EntryType::Directory => {
                 let dir = self.directory(&parts)?;
-                rustix::fs::fchmod(&dir, Mode::from_raw_mode(mode))?;
-                directories.push((dir, mtime));
+                rustix::fs::fchmod(&dir, Mode::from_raw_mode(facts.mode))?;
+                directories.push((parts, facts.mtime));
                 Ok(())
             }
             EntryType::Regular | EntryType::Continuous | EntryType::GNUSparse => {
                 let dir = self.directory(parents)?;
-                self.file(&dir, name, entry, mode, mtime)
+                self.file(&dir, name, entry, &facts)
             }
             EntryType::Symlink => {
                 let target = entry.link_name()?.ok_or_else(|| invalid("a link without a target"))?.into_owned();
@@ -108,17 +117,19 @@ impl Target {
         beneath::directory(&self.root, parts, |dir| self.give(dir))
     }
 
-    fn file(&mut self, dir: &OwnedFd, name: &OsStr, from: &mut impl Read, mode: u32, mtime: u64) -> io::Result<()> {
+    fn file(&mut self, dir: &OwnedFd, name: &OsStr, from: &mut impl Read, facts: &Facts) -> io::Result<()> {
         let temp = self.temp_name();
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let fd = rustix::fs::openat(dir, &temp, flags, Mode::from_raw_mode(0o600))?;
         let written = (|| {
             let mut file = File::from(fd);
-            copy_with_holes(from, &mut file)?;
+            if copy_with_holes(from, &mut file)? != facts.bytes {
+                return Err(invalid("the archive was cut off inside this file"));
+            }
             let fd = OwnedFd::from(file);
             self.give(&fd)?;
-            rustix::fs::fchmod(&fd, Mode::from_raw_mode(mode))?;
-            set_time(&fd, mtime)?;
+            rustix::fs::fchmod(&fd, Mode::from_raw_mode(facts.mode))?;
+            set_time(&fd, facts.mtime)?;
             Ok(rustix::fs::renameat(dir, &temp, dir, name)?)
         })();
         if written.is_err() {
@@ -141,11 +152,7 @@ impl Target {
     fn hard_link(&mut self, dir: &OwnedFd, name: &OsStr, target: &Path) -> io::Result<()> {
         let parts = beneath::parts(target)?;
         let (file, parents) = parts.split_last().ok_or_else(|| invalid("a link to the destination itself"))?;
-        let from = beneath::open(
-            &self.root,
-            &parents.iter().collect::<std::path::PathBuf>().join("."),
-            OFlags::PATH | OFlags::DIRECTORY,
-        )?;
+        let from = beneath::existing(&self.root, parents)?;
         let temp = self.temp_name();
         // Without following: a link is linked itself, never what it points to.
         rustix::fs::linkat(&from, file, dir, &temp, AtFlags::empty())?;
@@ -167,6 +174,21 @@ impl Target {
     fn temp_name(&mut self) -> OsString {
         self.counter += 1;
         OsString::from(format!(".ks-put-{}-{}-{}", std::process::id(), unpack_id(), self.counter))
+    }
+}
+
+/// Counts the zeros that a stream ends with: how a whole archive is told from one that was cut between two entries.
+struct ZeroTail<R> {
+    source: R,
+    zeros: usize,
+}
+
+impl<R: Read> Read for ZeroTail<R> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let n = self.source.read(buf)?;
+        let tail = buf[..n].iter().rev().take_while(|b| **b == 0).count();
+        self.zeros = if tail == n { self.zeros.saturating_add(n) } else { tail };
+        Ok(n)
     }
 }
 
@@ -196,8 +218,8 @@ fn set_time(fd: &OwnedFd, mtime: u64) -> io::Result<()> {
     Ok(rustix::fs::futimens(fd, &Timestamps { last_access: time, last_modification: time })?)
 }
 
-/// Copies; long runs of zeros are skipped, so that sparse files stay sparse.
-fn copy_with_holes(from: &mut impl Read, to: &mut File) -> io::Result<()> {
+/// Copies; long runs of zeros are skipped, so that sparse files stay sparse. Returns the size.
+fn copy_with_holes(from: &mut impl Read, to: &mut File) -> io::Result<u64> {
     let mut buf = vec![0; HOLE_BYTES];
     let mut end = 0_u64;
     loop {
@@ -218,5 +240,6 @@ fn copy_with_holes(from: &mut impl Read, to: &mut File) -> io::Result<()> {
             to.write_all(&buf[..got])?;
         }
     }
-    to.set_len(end)
+    to.set_len(end)?;
+    Ok(end)
 }
