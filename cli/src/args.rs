@@ -106,18 +106,6 @@ pub enum Verb {
     /// Print the man page
     #[command(hide = true)]
     Man,
-    /// Restores the terminal when `ks` has died
-    #[command(hide = true, name = "__tty-guard")]
-    TtyGuard,
-    /// Runs a program in a session of its own, away from the terminal
-    #[command(hide = true, name = "__detach")]
-    Detach(Command),
-}
-
-#[derive(Debug, Args)]
-pub struct Command {
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
-    pub command: Vec<std::ffi::OsString>,
 }
 
 #[derive(Debug, Args)]

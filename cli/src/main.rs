@@ -18,14 +18,30 @@ mod table;
 mod target;
 mod verbs;
 
-use args::{Cli, Verb};
+use args::Cli;
 use clap::{CommandFactory, Parser};
 use clap_complete::CompleteEnv;
 use failure::{FAILED, Failure, Res, USAGE};
 use output::Ctx;
 use std::process::ExitCode;
 
+/// Restores the terminal when `ks` has died (host/guard.rs).
+pub const TTY_GUARD: &str = "__tty-guard";
+/// Runs a program in a session of its own (host/daemon.rs).
+pub const DETACH: &str = "__detach";
+
 fn main() -> ExitCode {
+    // Own children come first: their arguments are another program's, `--` included, and no parser may touch them.
+    let mut words = std::env::args_os().skip(1);
+    match words.next() {
+        Some(w) if w == TTY_GUARD => return ExitCode::from(host::guard::run()),
+        Some(w) if w == DETACH => {
+            let f = host::daemon::detach(&words.collect::<Vec<_>>());
+            output::report(&f, false);
+            return ExitCode::from(f.exit);
+        }
+        Some(_) | None => {}
+    }
     CompleteEnv::with_factory(Cli::command).complete();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
@@ -48,11 +64,6 @@ fn run(cli: Cli) -> Res<u8> {
         print!("{}", help::OVERVIEW);
         return Ok(0);
     };
-    match &verb {
-        Verb::TtyGuard => return Ok(host::guard::run()),
-        Verb::Detach(c) => return Err(host::daemon::detach(&c.command)),
-        _ => {}
-    }
     let flags = config::Layer { address: cli.global.address.clone(), ..config::Layer::default() };
     let ctx = Ctx::new(&cli.global, host::settings::load(flags)?, host::settings::data_dir());
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();

@@ -68,7 +68,7 @@ pub fn start(data_dir: &Path) -> Res<std::process::Child> {
     let log: File = OpenOptions::new().append(true).create(true).mode(0o600).open(&path).map_err(bad)?;
     let me = std::env::current_exe().map_err(bad)?;
     let child = Command::new(me)
-        .arg("__detach")
+        .arg(crate::DETACH)
         .arg(&ksd)
         .args(arguments(data_dir))
         .current_dir("/")

@@ -29,7 +29,7 @@ impl Guard {
         let (mine, theirs) = UnixStream::pair().ok()?;
         let tty_in = rustix::stdio::stdin().try_clone_to_owned().ok()?;
         let child = Command::new(std::env::current_exe().ok()?)
-            .arg("__tty-guard")
+            .arg(crate::TTY_GUARD)
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::inherit())
             .stderr(Stdio::from(tty_in))

@@ -75,7 +75,7 @@ async fn plain(ctx: &Ctx, verb: Verb) -> Res<u8> {
         Verb::Help(a) => completion::help(ctx, a.topic.as_deref()),
         Verb::Version => completion::version(ctx),
         Verb::Man => completion::man(ctx),
-        Verb::Run(_) | Verb::Attach(_) | Verb::Exec(_) | Verb::TtyGuard | Verb::Detach(_) => {
+        Verb::Run(_) | Verb::Attach(_) | Verb::Exec(_) => {
             unreachable!("these verbs are taken before this point")
         }
     }

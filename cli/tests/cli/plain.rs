@@ -174,3 +174,20 @@ fn a_token_goes_only_where_it_belongs() {
     std::fs::write(nowhere.path().join(".ks.toml"), format!("address = '{address}'")).unwrap();
     expect(&with(&[("KS_TOKEN", "x")], &["ls"]), 2);
 }
+
+#[test]
+fn the_node_is_started_away_from_the_terminal_with_its_arguments_untouched() {
+    use std::os::unix::fs::PermissionsExt;
+    let t = tempfile::tempdir().unwrap();
+    let ksd = t.path().join("ksd");
+    std::fs::write(&ksd, "#!/bin/sh\necho \"args: $*; session: $(ps -o sid= -p $$ | tr -d ' ') of $$\"\nexit 3\n").unwrap();
+    std::fs::set_permissions(&ksd, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let home = t.path().join("home");
+    let o = ks(t.path()).env("KS_HOME", &home).env("KS_LIBEXEC", t.path()).args(["up"]).output().unwrap();
+    let (_, err) = expect(&o, 125);
+    let args = format!("args: supervise -- --data-dir {}; session: ", home.display());
+    let rest = err.split(&args).nth(1).unwrap_or_else(|| panic!("{args:?} is not in {err}"));
+    let ids: Vec<&str> = rest.lines().next().unwrap().split(" of ").collect();
+    assert_eq!(ids[0], ids[1], "it leads its own session");
+    assert_eq!(home.metadata().unwrap().permissions().mode() & 0o777, 0o700);
+}
