@@ -87,7 +87,7 @@ fn main() -> anyhow::Result<()> {
 
     // QEMU dies with the thread that started it: this one, which lives as long as the process.
     let code = runner.run();
-    for path in [&args.control_socket, &args.channel_socket, &run_dir.join("vmm.pid"), &run_dir.join("port.sock")] {
+    for path in [&args.control_socket, &args.channel_socket, &run_dir.join("vmm.pid")] {
         let _ = std::fs::remove_file(path);
     }
     std::process::exit(code)
@@ -103,7 +103,8 @@ fn runner(
 ) -> Runner {
     let shim = find_shim();
     // An absolute path, for the jail; what is not there is reported when it is needed.
-    let qemu = args.qemu.as_ref().map(|p| std::path::absolute(p).unwrap_or_else(|_| p.clone()));
+    let given = args.qemu.as_ref().map(|p| std::path::absolute(p).unwrap_or_else(|_| p.clone()));
+    let qemu = given.or_else(|| qemu::find(None).ok());
     let mut visible = Visible::default();
     for file in shim.iter().chain(qemu.as_ref().filter(|p| p.is_file())) {
         visible.add(file);

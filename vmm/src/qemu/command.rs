@@ -21,7 +21,7 @@ pub struct Numbers {
     pub console: u32,
     /// NBD.
     pub disk: u32,
-    /// Listening socket of the guest port.
+    /// The guest port.
     pub port: u32,
     /// Kernel and initramfs; None on a restore, which finds them in memory.
     pub boot: Option<(u32, u32)>,
@@ -42,7 +42,7 @@ pub fn arguments(setup: &EngineSetup, n: &Numbers, cmdline: &str) -> Vec<String>
     add(&["-chardev", &format!("socket,id=con,fd={}", n.console), "-serial", "chardev:con"]);
     let disk = format!("driver=nbd,node-name=disk,server.type=fd,server.str={},discard=unmap,cache.direct=on", n.disk);
     add(&["-blockdev", &disk, "-device", "virtio-blk-device,drive=disk,werror=report,rerror=report"]);
-    add(&["-device", "virtio-serial-device", "-chardev", &format!("socket,id=ch,fd={},server=on,wait=off", n.port)]);
+    add(&["-device", "virtio-serial-device", "-chardev", &format!("socket,id=ch,fd={}", n.port)]);
     add(&["-device", &format!("virtserialport,chardev=ch,name={PORT_NAME}")]);
     add(&["-device", "virtio-rng-device", "-device", "virtio-balloon-device,free-page-reporting=on"]);
     add(&["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]);

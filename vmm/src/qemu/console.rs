@@ -9,6 +9,10 @@ use std::path::{Path, PathBuf};
 const LOG_BYTES_MAX: u64 = 4 * 1024 * 1024;
 /// Bytes of a tail.
 const TAIL_BYTES: u64 = 2048;
+/// Bytes looked through for a panic, whose report is longer than a tail.
+const PANIC_BYTES: u64 = 32 * 1024;
+/// How the kernel begins its last report.
+const PANIC: &str = "Kernel panic";
 
 /// Copies what the guest prints into `path` until QEMU closes its end.
 pub fn start(mut from: UnixStream, path: PathBuf) -> std::io::Result<std::thread::JoinHandle<()>> {
@@ -34,12 +38,23 @@ pub fn start(mut from: UnixStream, path: PathBuf) -> std::io::Result<std::thread
 
 /// The last printable part of a log; "" when there is none.
 pub fn tail(path: &Path) -> String {
+    end_of(path, TAIL_BYTES)
+}
+
+/// The beginning of the kernel's last panic, if the log ends with one.
+pub fn panic(path: &Path) -> Option<String> {
+    let text = end_of(path, PANIC_BYTES);
+    let at = text.rfind(PANIC)?;
+    Some(text[at..].chars().take(TAIL_BYTES as usize).collect())
+}
+
+fn end_of(path: &Path, bytes_max: u64) -> String {
     let read = || -> std::io::Result<Vec<u8>> {
         let mut f = File::open(path)?;
         let len = f.metadata()?.len();
-        f.seek(SeekFrom::Start(len.saturating_sub(TAIL_BYTES)))?;
+        f.seek(SeekFrom::Start(len.saturating_sub(bytes_max)))?;
         let mut bytes = Vec::new();
-        f.take(TAIL_BYTES).read_to_end(&mut bytes)?;
+        f.take(bytes_max).read_to_end(&mut bytes)?;
         Ok(bytes)
     };
     let bytes = read().unwrap_or_default();
@@ -68,6 +83,10 @@ mod tests {
         assert!(std::fs::metadata(&path).unwrap().len() < 100_000);
         assert!(dir.path().join("console.log.old").exists());
         assert!(tail(&path).ends_with("[31mKernel panic - not syncing"), "{:?}", tail(&path));
+        assert_eq!(panic(&path).as_deref(), Some("Kernel panic - not syncing"));
+        std::fs::write(&path, format!("Kernel panic - not syncing: why\n{}", "trace\n".repeat(2000))).unwrap();
+        assert!(panic(&path).is_some_and(|p| p.starts_with("Kernel panic - not syncing: why\ntrace")));
+        assert!(!tail(&path).contains("panic"));
         assert_eq!(tail(&dir.path().join("none")), "");
     }
 }

@@ -1,4 +1,7 @@
 //! The qemu engine: a supervised, jailed `qemu-system-x86_64` with TCG, for hosts without hardware virtualization.
+//!
+//! Unlike the seam's wording, the guest does not see its port close between two connections of the node: it sees the
+//! next generation's marker.
 
 mod command;
 mod console;
@@ -6,10 +9,12 @@ mod process;
 mod qmp;
 mod registered;
 
+pub use process::find;
+
 use crate::jail::{Jail, Visible};
 use crate::tsc;
 use command::{CPU_MODEL, Numbers};
-use console::tail;
+use console::{panic, tail};
 use ks_proto::control::Fault;
 use ks_proto::manifest::{EngineKind, Machine};
 use ks_vmm_core::engine::{Engine, EngineExit, EngineSetup, Stopper};
@@ -20,8 +25,8 @@ use serde_json::json;
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
@@ -59,7 +64,10 @@ pub struct QemuEngine {
     machine: Machine,
     lease: Arc<LeaseGate>,
     run_dir: PathBuf,
-    port: Option<UnixStream>,
+    // One connection for the VM's life: QEMU loses its place in a transfer when its port's socket closes or is not there
+    // when a state with one in flight is loaded. Generation markers tell one client's bytes from the next's.
+    port: UnixStream,
+    console: Option<std::thread::JoinHandle<()>>,
     stopper: Arc<dyn Stopper>,
     exit: Option<EngineExit>,
     // Invariant: true between a pause that returned Ok and the next run.
@@ -130,6 +138,7 @@ struct Wires {
     qmp: UnixStream,
     console: UnixStream,
     disk: UnixStream,
+    port: UnixStream,
     child: Vec<OwnedFd>,
     numbers: Numbers,
 }
@@ -138,25 +147,16 @@ fn wires(setup: &EngineSetup) -> Result<Wires, Fault> {
     let (qmp, qmp_child) = pair()?;
     let (console, console_child) = pair()?;
     let (disk, disk_child) = pair()?;
-    let port_path = setup.run_dir.join("port.sock");
-    let _ = std::fs::remove_file(&port_path);
-    let listener =
-        in_dir(&setup.run_dir, |dir| UnixListener::bind(dir.join("port.sock"))).map_err(io_fault("bind the guest port"))?;
+    let (port, port_child) = pair()?;
     let memory = setup.memory.fd().try_clone_to_owned().map_err(io_fault("share guest memory"))?;
-    let mut child: Vec<OwnedFd> = vec![memory, qmp_child.into(), console_child.into(), disk_child.into(), listener.into()];
+    let mut child: Vec<OwnedFd> = vec![memory, qmp_child.into(), console_child.into(), disk_child.into(), port_child.into()];
     let mut numbers = Numbers { memory: 3, qmp: 4, console: 5, disk: 6, port: 7, boot: None };
     if setup.restore.is_none() {
         child.push(in_memory("ks-kernel", &setup.kernel)?);
         child.push(in_memory("ks-initrd", &setup.initrd)?);
         numbers.boot = Some((8, 9));
     }
-    Ok(Wires { qmp, console, disk, child, numbers })
-}
-
-/// Runs `f` with a short path to `dir`: socket addresses have 108 bytes.
-fn in_dir<T>(dir: &Path, f: impl FnOnce(&Path) -> std::io::Result<T>) -> std::io::Result<T> {
-    let open = File::open(dir)?;
-    f(Path::new(&format!("/proc/self/fd/{}", open.as_raw_fd())))
+    Ok(Wires { qmp, console, disk, port, child, numbers })
 }
 
 impl QemuEngine {
@@ -179,7 +179,7 @@ impl QemuEngine {
         let hook = registered::Hook::new(shim, wires.numbers.memory, &setup.memory, &mut wires.child)?;
         let log = File::create(setup.run_dir.join("qemu.log")).map_err(io_fault("make qemu.log"))?;
         let frozen = Arc::new(AtomicBool::new(false));
-        console::start(wires.console, setup.run_dir.join("console.log")).map_err(io_fault("read the console"))?;
+        let console = console::start(wires.console, setup.run_dir.join("console.log")).map_err(io_fault("read the console"))?;
         let disk_warn = warn.clone();
         let on_fault = Arc::new(move |why| disk_warn(format!("the guest's disk: {why}")));
         crate::nbd::serve(wires.disk, setup.disk.clone(), setup.lease.clone(), on_fault).map_err(io_fault("serve the disk"))?;
@@ -204,7 +204,8 @@ impl QemuEngine {
             machine,
             lease: setup.lease.clone(),
             run_dir: setup.run_dir.clone(),
-            port: None,
+            port: wires.port,
+            console: Some(console),
             stopper,
             exit: None,
             paused: true,
@@ -305,12 +306,10 @@ impl QemuEngine {
     /// After a stop QEMU still moves what lies in the port's socket into guest memory, as far as the guest has room.
     /// Waits until that has ended; nobody adds bytes meanwhile.
     fn settle_port(&mut self) -> Result<(), Fault> {
-        let Some(port) = &self.port else { return Ok(()) };
-        let port = port.try_clone().map_err(io_fault("look at the guest port"))?;
         let mut last = usize::MAX;
         let mut same = 0;
         for _ in 0..SETTLE_TURNS_MAX {
-            let unread = crate::sys::unread(&port).map_err(io_fault("look at the guest port"))?;
+            let unread = crate::sys::unread(&self.port).map_err(io_fault("look at the guest port"))?;
             same = if unread == last { same + 1 } else { 0 };
             if unread == 0 || same >= SETTLED_TURNS {
                 return Ok(());
@@ -333,16 +332,21 @@ impl QemuEngine {
 
     fn why_ended(&mut self, ended: Ended) -> Fault {
         let words = self.qmp.last_words();
-        let console = tail(&self.run_dir.join("console.log"));
+        // QEMU's end of the console is closed: the copying ends by itself.
+        if let Some(Err(_)) = self.console.take().map(std::thread::JoinHandle::join) {
+            tracing::warn!("the console thread panicked");
+        }
+        let log = self.run_dir.join("console.log");
+        let (console, panicked) = (tail(&log), panic(&log));
         let qemu = tail(&self.run_dir.join("qemu.log"));
         let reason = words.iter().rev().find(|e| e.name == "SHUTDOWN").and_then(|e| e.data["reason"].as_str().map(str::to_owned));
         let shown = if console.is_empty() { String::new() } else { format!("; its console ended with: {console}") };
         let next = "restore its last checkpoint";
         match (reason.as_deref(), ended) {
-            (Some("guest-shutdown"), _) => Fault::new("guest-poweroff", "run the guest", format!("it powered off{shown}"), next),
-            (Some("guest-reset" | "guest-panic"), _) if console.contains("Kernel panic") => {
-                Fault::new("guest-panic", "run the guest", format!("its kernel panicked{shown}"), next)
+            (Some("guest-reset" | "guest-panic"), _) if panicked.is_some() => {
+                Fault::new("guest-panic", "run the guest", panicked.unwrap_or_default(), next)
             }
+            (Some("guest-shutdown"), _) => Fault::new("guest-poweroff", "run the guest", format!("it powered off{shown}"), next),
             (Some("guest-reset"), _) => Fault::new("guest-reboot", "run the guest", format!("it rebooted{shown}"), next),
             (_, ended) => {
                 let how = match ended {
@@ -414,13 +418,7 @@ impl Engine for QemuEngine {
         Ok(state)
     }
     fn connect_port(&mut self) -> Result<UnixStream, Fault> {
-        let bad = io_fault("connect the guest port");
-        if let Some(old) = self.port.take() {
-            let _ = old.shutdown(std::net::Shutdown::Both);
-        }
-        let stream = in_dir(&self.run_dir, |dir| UnixStream::connect(dir.join("port.sock"))).map_err(&bad)?;
-        self.port = Some(stream.try_clone().map_err(&bad)?);
-        Ok(stream)
+        self.port.try_clone().map_err(io_fault("connect the guest port"))
     }
     fn stopper(&self) -> Arc<dyn Stopper> {
         self.stopper.clone()

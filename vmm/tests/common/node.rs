@@ -1,9 +1,11 @@
 //! The node of the tests: a store in memory, and the node's end of the control socket.
 
 use ks_proto::chunk::{CHUNK_BYTES, DomainKey};
-use ks_proto::control::{Fault, Frame, HostReply, HostRequest, KeyMaterial, PROTOCOL, VmmEvent, VmmReply, VmmRequest};
+use ks_proto::control::{
+    CheckpointStats, Fault, Frame, HostReply, HostRequest, KeyMaterial, PROTOCOL, VmmEvent, VmmReply, VmmRequest,
+};
 use ks_proto::manifest::{Manifest, Map, encode_segment};
-use ks_proto::{CheckpointId, ChunkId, ObjectKind, SessionId};
+use ks_proto::{CheckpointId, ChunkId, ObjectKind, PackId, SessionId};
 use ks_vmm::control::wire;
 use ks_vmm_core::host_link::HostLink;
 use ks_vmm_core::testing::MemoryNode;
@@ -13,6 +15,7 @@ use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Instant;
 
@@ -25,6 +28,10 @@ const USER_DOMAIN: u32 = 1;
 #[derive(Clone)]
 pub struct Store {
     pub node: MemoryNode,
+    /// Packs that any VMM has begun.
+    pub packs_begun: Arc<AtomicUsize>,
+    // Held while one upload goes into `node`, which takes one at a time.
+    committing: Arc<Mutex<()>>,
     disk: Map,
     image: DomainKey,
     user: DomainKey,
@@ -46,7 +53,8 @@ impl Store {
                 *id = ChunkId::ZERO;
             }
         }
-        Self { node, disk: Map { bytes: DISK_BYTES, segments: ids }, image, user }
+        let disk = Map { bytes: DISK_BYTES, segments: ids };
+        Self { node, packs_begun: Arc::default(), committing: Arc::default(), disk, image, user }
     }
     pub fn image_manifest(&self) -> Manifest {
         Manifest {
@@ -102,8 +110,8 @@ impl Connection {
     pub fn open(path: &Path, store: &Store) -> Self {
         let stream = Arc::new(super::until("the control socket", || UnixStream::connect(path).ok()));
         let heard = Arc::new((Mutex::new(Heard::default()), Condvar::new()));
-        let (s, h, node) = (stream.clone(), heard.clone(), store.node.clone());
-        std::thread::spawn(move || listen(&s, &h, &node));
+        let (s, h, upload) = (stream.clone(), heard.clone(), Upload { store: store.clone(), open: None, done: vec![] });
+        std::thread::spawn(move || listen(&s, &h, upload));
         let c = Self { stream, heard };
         c.ask(VmmRequest::Hello { protocol: PROTOCOL }, &[]).unwrap();
         c
@@ -160,13 +168,39 @@ impl Connection {
     }
 }
 
-fn listen(stream: &UnixStream, heard: &(Mutex<Heard>, Condvar), node: &MemoryNode) {
+/// What one connection has uploaded and not committed.
+struct Upload {
+    store: Store,
+    open: Option<File>,
+    done: Vec<(PackId, Vec<u8>)>,
+}
+
+fn read(file: &File, bytes: usize) -> Vec<u8> {
+    let mut all = vec![0; bytes];
+    std::os::unix::fs::FileExt::read_exact_at(file, &mut all, 0).unwrap();
+    all
+}
+
+impl Upload {
+    fn commit(&mut self, manifest: &[u8], stats: &CheckpointStats) -> Result<(), Fault> {
+        let _one = self.store.committing.lock().unwrap();
+        let node = &self.store.node;
+        for (id, bytes) in self.done.drain(..) {
+            node.new_pack()?.write_all(&bytes).unwrap();
+            node.pack_done(id, bytes.len() as u64)?;
+        }
+        assert_eq!(node.commit(manifest, stats)?.to_hex(), stats.id);
+        Ok(())
+    }
+}
+
+fn listen(stream: &UnixStream, heard: &(Mutex<Heard>, Condvar), mut upload: Upload) {
     while let Ok((frame, fds)) = wire::receive(stream) {
         match frame {
             Frame::Reply { id, result, .. } => drop(heard.0.lock().unwrap().answers.insert(id, result)),
             Frame::Event { event } => heard.0.lock().unwrap().events.push(event),
             Frame::HostRequest { id, request, .. } => {
-                let (result, file) = match answer(node, request, fds) {
+                let (result, file) = match answer(&mut upload, request, fds) {
                     Ok((r, f)) => (Ok(r), f),
                     Err(f) => (Err(f), None),
                 };
@@ -177,26 +211,36 @@ fn listen(stream: &UnixStream, heard: &(Mutex<Heard>, Condvar), node: &MemoryNod
         }
         heard.1.notify_all();
     }
-    heard.0.lock().unwrap().closed = true;
+    let mut h = heard.0.lock().unwrap();
+    h.closed = true;
+    drop(h);
     heard.1.notify_all();
 }
 
-fn answer(node: &MemoryNode, request: HostRequest, fds: Vec<OwnedFd>) -> Result<(HostReply, Option<File>), Fault> {
+fn answer(upload: &mut Upload, request: HostRequest, fds: Vec<OwnedFd>) -> Result<(HostReply, Option<File>), Fault> {
+    let node = upload.store.node.clone();
     Ok(match request {
-        HostRequest::NewPack {} => (HostReply::Pack {}, Some(node.new_pack()?)),
+        HostRequest::NewPack {} => {
+            let file = File::from(memfd(&[]));
+            upload.open = Some(file.try_clone().unwrap());
+            upload.store.packs_begun.fetch_add(1, Ordering::SeqCst);
+            (HostReply::Pack {}, Some(file))
+        }
         HostRequest::PackDone { id, bytes } => {
-            node.pack_done(id, bytes)?;
+            let file = upload.open.take().expect("a pack was handed out");
+            upload.done.push((id, read(&file, bytes as usize)));
             (HostReply::Done {}, None)
         }
         HostRequest::Known { ids } => (HostReply::Known { known: node.known(&ids)? }, None),
         HostRequest::Commit { stats } => {
             let file = File::from(fds.into_iter().next().expect("a manifest comes along"));
-            let mut bytes = vec![0; file.metadata().unwrap().len() as usize];
-            std::os::unix::fs::FileExt::read_exact_at(&file, &mut bytes, 0).unwrap();
-            assert_eq!(node.commit(&bytes, &stats)?.to_hex(), stats.id);
+            let manifest = read(&file, file.metadata().unwrap().len() as usize);
+            upload.commit(&manifest, &stats)?;
             (HostReply::Done {}, None)
         }
         HostRequest::Abort { why } => {
+            upload.done.clear();
+            let _one = upload.store.committing.lock().unwrap();
             node.abort(&why);
             (HostReply::Done {}, None)
         }
