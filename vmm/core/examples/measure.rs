@@ -7,7 +7,7 @@ use ks_proto::chunk::DomainKey;
 use ks_proto::control::{CheckpointStats, Fault};
 use ks_proto::manifest::{EngineKind, Machine, Map};
 use ks_proto::{CHUNK_BYTES, ChunkId, ObjectKind, RunToken, SessionId};
-use ks_vmm_core::checkpoint::{Parts, Pipeline, Request};
+use ks_vmm_core::checkpoint::{Parts, Pipeline, Request, Step};
 use ks_vmm_core::disk::Disk;
 use ks_vmm_core::engine::{Engine, EngineExit, Stopper};
 use ks_vmm_core::lease::LeaseGate;
@@ -125,6 +125,18 @@ fn main() -> anyhow_free::Result {
     };
     let pipeline = Arc::new(Pipeline::new(parts)?);
     let request = Request { parent: None, journal_position: 0, pause_bound: Duration::from_secs(1) };
+    let began = Instant::now();
+    let last_step = std::sync::Mutex::new(0.0);
+    pipeline.set_probe(Some(Box::new(move |step| {
+        let now = began.elapsed().as_secs_f64() * 1e3;
+        if let Ok(mut last) = last_step.lock() {
+            if step <= Step::Run {
+                println!("  +{:.1} ms until {step:?}", now - *last);
+            }
+            *last = now;
+        }
+        Ok(())
+    })));
     let checkpoint = |what: &str| -> Result<CheckpointStats, Fault> {
         let stats = pipeline.store(pipeline.capture(&mut Idle, &request)?)?;
         show(what, &stats);

@@ -12,7 +12,7 @@ pub use step::{Probe, Step};
 use crate::disk::{Disk, FrozenSet};
 use crate::engine::Engine;
 use crate::host_link::HostLink;
-use crate::memory::map::Pool;
+use crate::memory::map::{GuestView, Pool};
 use crate::memory::{DirtyChunk, Memory};
 use crate::source::{ChunkSource, lock};
 use ks_proto::chunk::{DomainKey, is_zeros};
@@ -62,6 +62,7 @@ pub struct Request {
 pub struct Pipeline {
     parts: Parts,
     key: DomainKey,
+    view: GuestView,
     state: Mutex<PipelineState>,
     probe: Mutex<Option<Probe>>,
 }
@@ -156,9 +157,11 @@ impl Pipeline {
         }
         let pool = Pool::new(chunks)
             .map_err(|e| Fault::new("out-of-memory", "reserve the copy pool", e.to_string(), "raise the limit of addresses"))?;
+        let view = GuestView::new(&parts.memory)
+            .map_err(|e| Fault::new("out-of-memory", "map guest memory", e.to_string(), "raise the limit of addresses"))?;
         let disk_segments = parts.disk_map.segments.clone();
         let state = PipelineState { busy: false, pool: Some(pool), last_dirty: 0, memory_segments, disk_segments };
-        Ok(Self { parts, key, state: Mutex::new(state), probe: Mutex::new(None) })
+        Ok(Self { parts, key, view, state: Mutex::new(state), probe: Mutex::new(None) })
     }
     /// Calls `probe` as each step begins.
     pub fn set_probe(&self, probe: Option<Probe>) {
@@ -257,39 +260,37 @@ impl Pipeline {
         // Noted before anything can fail: from here on the chunks are put back on an error.
         captured.memory = collected.chunks.iter().map(|&chunk| Copied { chunk, slot: None }).collect();
         self.step(Step::Copy)?;
-        self.copy_aside(captured)?;
+        self.copy_aside(captured);
         let used_bytes = self.parts.memory.used_bytes();
         self.step(Step::Freeze)?;
         let frozen = self.parts.disk.freeze()?;
         Ok(Instantaneous { created_unix_ms, state, machine, used_bytes, frozen })
     }
 
-    fn copy_aside(&self, captured: &mut Captured) -> Result<(), Fault> {
-        let Some(pool) = captured.pool.as_mut() else { return Ok(()) };
-        let base = (captured.tracker == "hash-scan").then(|| self.parts.memory.stored_refs());
-        let mut next = 0;
-        let mut unchanged = Vec::new();
-        for (n, copied) in captured.memory.iter_mut().enumerate() {
-            if copied.chunk.data == 0 {
-                continue;
+    fn copy_aside(&self, captured: &mut Captured) {
+        let Captured { memory, pool: Some(pool), tracker, .. } = captured else { return };
+        let with_data = memory.iter_mut().filter(|c| c.chunk.data != 0);
+        if *tracker == "hash-scan" {
+            let refs = self.parts.memory.stored_refs();
+            let mut next = 0;
+            for copied in with_data {
+                let (index, slot) = (copied.chunk.index, pool.slot_mut(next));
+                self.view.copy_pages(index, copied.chunk.data, slot);
+                if !self.is_named(&refs[index as usize], slot) {
+                    copied.slot = Some(next);
+                    next += 1;
+                }
             }
-            let slot = pool.slot_mut(next);
-            self.parts.memory.read_chunk(copied.chunk.index, slot)?;
-            if base.as_ref().is_some_and(|refs| self.is_named(&refs[copied.chunk.index as usize], slot)) {
-                unchanged.push(n);
-                continue;
-            }
-            copied.slot = Some(next);
-            next += 1;
+            // Without a copy: a chunk that is as it was, or one of holes.
+            memory.retain(|c| c.slot.is_some() || c.chunk.data == 0);
+            return;
         }
-        let mut n = 0;
-        let mut unchanged = unchanged.into_iter().peekable();
-        captured.memory.retain(|_| {
-            let drop = unchanged.next_if_eq(&n).is_some();
-            n += 1;
-            !drop
-        });
-        Ok(())
+        let mut todo = Vec::new();
+        for copied in with_data {
+            copied.slot = Some(todo.len());
+            todo.push(copied.chunk);
+        }
+        pool.fill(todo.len(), |slot, bytes| self.view.copy_pages(todo[slot].index, todo[slot].data, bytes));
     }
 
     /// True if `plain` is what `id` names, under the key that `id` was made with.

@@ -16,7 +16,7 @@ pub struct DirtyChunk {
     pub index: u32,
     /// Pages whose truth is in the memory file; the others are still the restored chunk's.
     pub settled: u16,
-    /// Pages that are not holes.
+    /// Settled pages that may hold data; the other settled ones are zeros.
     pub data: u16,
 }
 
@@ -30,14 +30,15 @@ pub struct Collected {
 }
 
 impl Memory {
-    /// How many chunks a collect would find now, about. Changes nothing; the guest may run.
+    /// How many chunks a collect would find now, about; the guest may run. Also looks for holes that replaced data
+    /// without a remove event, which takes too long for the pause.
     pub fn prescan(&self) -> usize {
         let s = &self.shared;
         let all = lock(&s.inner).all_dirty;
         match s.tracked.get() {
-            Some(t) if !all => match t.prescan() {
-                Ok(ranges) => chunks_of(&ranges).len() + lock(&s.inner).states.dirty_count(),
-                Err(_) => self.chunks_in_use(),
+            Some(t) if !all => match (self.find_punched(), t.prescan()) {
+                (Ok(()), Ok(ranges)) => chunks_of(&ranges).len() + lock(&s.inner).states.dirty_count(),
+                (Err(_), _) | (_, Err(_)) => self.chunks_in_use(),
             },
             Some(_) | None => self.chunks_in_use(),
         }
@@ -50,7 +51,7 @@ impl Memory {
         let mut inner = lock(&s.inner);
         let tracked = s.tracked.get();
         let written = match tracked.map(Tracked::collect) {
-            Some(Ok(ranges)) => Some(chunks_of(&ranges)),
+            Some(Ok(ranges)) => Some(masks_of(&ranges, inner.had.len())),
             Some(Err(e)) => {
                 tracing::warn!(error = %e, "the dirty tracker failed; this checkpoint looks at all memory");
                 None
@@ -59,32 +60,26 @@ impl Memory {
         };
         let all = inner.all_dirty || written.is_none();
         inner.all_dirty = true;
-        let now = extents::data_pages(self.fd(), self.bytes()).map_err(|e| io_fault("find holes", e))?;
+        if all {
+            inner.had = extents::data_pages(self.fd(), self.bytes()).map_err(|e| io_fault("find holes", e))?;
+        }
         let unseen = inner.states.take_dirty();
         let mut dirty: Vec<DirtyChunk> = Vec::new();
-        for (c, &data) in now.iter().enumerate() {
+        for c in 0..inner.had.len() {
             let index = c as u32;
             let settled = inner.states.settled_pages(index);
+            let written = written.as_ref().map_or(0, |w| w[c]) & settled;
+            inner.had[c] |= written;
+            let data = inner.had[c] & settled;
             let in_use = data != 0 || !inner.refs[c].is_zero();
-            let punched = inner.had[c] & !data & settled != 0;
-            let changed =
-                all && in_use || written.as_ref().is_some_and(|w| w.contains(&index)) || unseen.contains(&index) || punched;
+            let changed = all || written != 0 || unseen.contains(&index);
             // A chunk that was and is all holes is zeros; one with no settled page is still what was restored.
             if changed && settled != 0 && in_use {
                 dirty.push(DirtyChunk { index, settled, data });
             }
         }
-        inner.had = now;
         inner.all_dirty = false;
-        let done_loading = inner.missing_mode && inner.states.missing_chunks() == 0;
         let tracker = if tracked.is_some() { "wp-async" } else { "hash-scan" };
-        if let (true, Some(t)) = (done_loading, tracked) {
-            inner.missing_mode = false;
-            if let Err(e) = leave_missing_mode(t) {
-                tracing::warn!(error = %e, "guest memory could not be registered anew; the next checkpoint looks at all of it");
-                inner.all_dirty = true;
-            }
-        }
         Ok(Collected { chunks: dirty, tracker })
     }
     /// True if writes are tracked; else every checkpoint hashes all memory in use.
@@ -115,17 +110,35 @@ impl Memory {
         lock(&self.shared.inner).lazy.as_ref().map(|l| (Arc::clone(&l.source), l.refs[chunk as usize]))
     }
 
+    fn find_punched(&self) -> Result<(), Errno> {
+        let (had, settled) = {
+            let inner = lock(&self.shared.inner);
+            let settled: Vec<u16> = (0..inner.had.len()).map(|c| inner.states.settled_pages(c as u32)).collect();
+            (inner.had.clone(), settled)
+        };
+        let now = extents::data_pages(self.fd(), self.bytes())?;
+        let mut inner = lock(&self.shared.inner);
+        let punched = (0..now.len()).filter(|&c| had[c] & !now[c] & settled[c] != 0).map(|c| c as u32);
+        inner.states.put_back(punched);
+        for c in 0..now.len() {
+            // What was placed or given back since the scan began stays as it is known.
+            inner.had[c] = inner.had[c] & (now[c] | !had[c]);
+        }
+        Ok(())
+    }
+
     fn chunks_in_use(&self) -> usize {
         extents::data_pages(self.fd(), self.bytes()).map_or(0, |m| m.iter().filter(|d| **d != 0).count())
     }
 }
 
-/// All is loaded: from now on the kernel itself gives zeros for holes. The VM is paused and its dirty set collected, so
-/// that lifting the protection for a moment loses nothing.
-fn leave_missing_mode(t: &Tracked) -> Result<(), Errno> {
-    t.uffd.unregister(t.base, t.len)?;
-    t.uffd.register(t.base, t.len, false)?;
-    t.uffd.write_protect(t.base, t.len)
+/// The pages that offset ranges cover, one mask per chunk.
+fn masks_of(ranges: &[(u64, u64)], chunks: usize) -> Vec<u16> {
+    let mut masks = vec![0; chunks];
+    for (start, end) in ranges {
+        extents::mark(&mut masks, start / PAGE_BYTES, end / PAGE_BYTES);
+    }
+    masks
 }
 
 /// The chunks that offset ranges touch.

@@ -25,12 +25,21 @@ pub fn data_pages(file: BorrowedFd<'_>, bytes: u64) -> Result<Vec<u16>, Errno> {
 
 /// Sets the bits of pages `first..end`.
 pub fn mark(masks: &mut [u16], first: u64, end: u64) {
+    each(first, end, |chunk, bits| masks[chunk] |= bits);
+}
+
+/// Clears the bits of pages `first..end`.
+pub fn clear(masks: &mut [u16], first: u64, end: u64) {
+    each(first, end, |chunk, bits| masks[chunk] &= !bits);
+}
+
+fn each(first: u64, end: u64, mut apply: impl FnMut(usize, u16)) {
     let mut page = first;
     while page < end {
         let chunk = page / CHUNK_PAGES;
         let stop = end.min((chunk + 1) * CHUNK_PAGES);
         let bits = ((1u32 << (stop - page)) - 1) << (page % CHUNK_PAGES);
-        masks[chunk as usize] |= bits as u16;
+        apply(chunk as usize, bits as u16);
         page = stop;
     }
 }

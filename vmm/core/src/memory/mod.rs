@@ -73,18 +73,24 @@ struct Shared {
 
 struct Inner {
     states: PageStates,
-    // Pages that held data when the dirty set was last collected, or were placed since.
+    // Settled pages that are known to hold data: all that a scan for holes, a placement or write tracking found, less
+    // what was given back since.
     had: Vec<u16>,
     // Chunks of the last stored checkpoint; zeros before the first one.
     refs: Vec<ChunkId>,
     lazy: Option<Arc<Lazy>>,
     // Nobody knows what changed: the next checkpoint looks at everything.
     all_dirty: bool,
-    // The mapping is registered for missing pages.
-    missing_mode: bool,
     touched: Vec<u32>,
     faulted: u64,
     prefetched: u64,
+}
+
+impl Inner {
+    fn discard(&mut self, first_page: u64, pages: u64) {
+        self.states.discard(first_page, pages);
+        extents::clear(&mut self.had, first_page, first_page + pages);
+    }
 }
 
 struct Lazy {
@@ -112,7 +118,6 @@ impl Memory {
             refs: vec![ChunkId::ZERO; chunks],
             lazy: None,
             all_dirty: true,
-            missing_mode: false,
             touched: Vec::new(),
             faulted: 0,
             prefetched: 0,
@@ -182,7 +187,6 @@ impl Memory {
         let missing = self.wants_missing();
         let lazy = {
             let mut inner = lock(&self.shared.inner);
-            inner.missing_mode = missing;
             inner.states.put_back(capture::chunks_of(&before));
             inner.lazy.clone()
         };
@@ -212,7 +216,7 @@ impl Memory {
             return Ok(());
         }
         let mut inner = lock(&self.shared.inner);
-        inner.states.discard(first, end - first);
+        inner.discard(first, end - first);
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(&self.shared.file, flags, first * PAGE_BYTES, (end - first) * PAGE_BYTES)
             .map_err(|e| io_fault("give back pages", e))

@@ -90,7 +90,7 @@ impl Shared {
                     let (start, end) = (start.max(tracked.base), end.min(tracked.base + tracked.len));
                     if start < end {
                         let first = (start - tracked.base) / PAGE_BYTES;
-                        lock(&self.inner).states.discard(first, (end - start) / PAGE_BYTES);
+                        lock(&self.inner).discard(first, (end - start) / PAGE_BYTES);
                     }
                 }
             }
@@ -155,8 +155,8 @@ impl Shared {
                 continue;
             }
             let plain = self.load(lazy, chunk)?;
-            self.place(tracked, chunk, &plain, None)?;
             lock(&self.inner).prefetched += 1;
+            self.place(tracked, chunk, &plain, None)?;
             loaded += CHUNK_BYTES as u64;
             let due = Duration::from_micros(loaded * 1_000_000 / PREFETCH_BYTES_PER_S);
             let mut pause = due.saturating_sub(began.elapsed());

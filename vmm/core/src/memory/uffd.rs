@@ -26,10 +26,8 @@ const MSG_BYTES: usize = 32;
 const IOC_NEW: libc::c_ulong = 0xAA00;
 const UFFDIO_API: libc::c_ulong = 0xC018_AA3F;
 const UFFDIO_REGISTER: libc::c_ulong = 0xC020_AA00;
-const UFFDIO_UNREGISTER: libc::c_ulong = 0x8010_AA01;
 const UFFDIO_WAKE: libc::c_ulong = 0x8010_AA02;
 const UFFDIO_COPY: libc::c_ulong = 0xC028_AA03;
-const UFFDIO_ZEROPAGE: libc::c_ulong = 0xC020_AA04;
 const UFFDIO_WRITEPROTECT: libc::c_ulong = 0xC018_AA06;
 const PAGEMAP_SCAN: libc::c_ulong = 0xC060_6610;
 
@@ -93,24 +91,16 @@ impl Uffd {
         let mode = MODE_WP | if missing { MODE_MISSING } else { 0 };
         ioctl(self.fd.as_fd(), UFFDIO_REGISTER, &mut [base, len, mode, 0])
     }
-    /// UFFDIO_UNREGISTER: waiting threads go on as if it had never been registered; protection is lifted.
-    pub fn unregister(&self, base: u64, len: u64) -> Result<()> {
-        ioctl(self.fd.as_fd(), UFFDIO_UNREGISTER, &mut [base, len])
-    }
     /// Write-protects a range, pages that are not there yet included. EAGAIN: read events, try again.
     pub fn write_protect(&self, start: u64, len: u64) -> Result<()> {
         ioctl(self.fd.as_fd(), UFFDIO_WRITEPROTECT, &mut [start, len, 1])
     }
-    /// Places `src` (whole pages) at `dst`, write-protected, and wakes who waits there.
+    /// Places `src` (whole pages) at `dst`, write-protected, and wakes who waits there. Zeros are placed so as well: pages
+    /// of UFFDIO_ZEROPAGE would count as written.
     pub fn copy(&self, dst: u64, src: &[u8]) -> std::result::Result<(), Partial> {
         assert!(src.len() as u64 % PAGE_BYTES == 0 && dst % PAGE_BYTES == 0, "pages are placed whole");
         let mut arg = [dst, src.as_ptr() as u64, src.len() as u64, COPY_MODE_WP, 0];
         ioctl(self.fd.as_fd(), UFFDIO_COPY, &mut arg).map_err(|errno| Partial { done: placed(arg[4]), errno })
-    }
-    /// Places zeros, which count as written, and wakes who waits there.
-    pub fn zero(&self, dst: u64, len: u64) -> std::result::Result<(), Partial> {
-        let mut arg = [dst, len, 0, 0];
-        ioctl(self.fd.as_fd(), UFFDIO_ZEROPAGE, &mut arg).map_err(|errno| Partial { done: placed(arg[3]), errno })
     }
     /// Wakes who waits in the range: they look again.
     pub fn wake(&self, start: u64, len: u64) -> Result<()> {
