@@ -32,7 +32,7 @@ pub struct Failure {
     /// Exit code of the process.
     pub exit: u8,
     /// The three sentences and the stable code.
-    pub error: ApiError,
+    pub error: Box<ApiError>,
 }
 
 /// The result of everything in `ks` that can fail.
@@ -84,7 +84,7 @@ pub fn exit_for(code: &str) -> u8 {
 
 impl From<ApiError> for Failure {
     fn from(error: ApiError) -> Self {
-        Self { exit: exit_for(&error.code), error }
+        Self { exit: exit_for(&error.code), error: Box::new(error) }
     }
 }
 

@@ -9,7 +9,7 @@ use reqwest::{Method, RequestBuilder, Response};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 /// Largest single answer or line of an answer.
@@ -62,7 +62,7 @@ impl Node {
         }
     }
     /// The node whose api.json this is.
-    pub fn from_file(file: &PathBuf) -> Res<Self> {
+    pub fn from_file(file: &Path) -> Res<Self> {
         let api = read_api_file(file)?;
         Self::new(base_url(&api.url)?, api.token, format!("its process was {}", api.pid))
     }

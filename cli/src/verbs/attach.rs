@@ -116,7 +116,7 @@ async fn reopen(ctx: &Ctx, node: &mut Node, person: &mut Person, session: &str) 
     match person.during(link::open(node, session, "attach", &start())).await? {
         Ok(pair) => Ok(pair),
         Err(f) if passing(&f.error) => Err(Ended::Lost { why: f.error.why, alive: false }),
-        Err(f) => Err(Ended::Refused(f.error)),
+        Err(f) => Err(Ended::Refused(*f.error)),
     }
 }
 

@@ -17,7 +17,10 @@ async fn guest(mut s: Socket, shared: Shared) {
             while let Some(f) = frame(&mut s, &shared).await {
                 let go_on = match f {
                     ExecFrame::Stdin(b) => send(&mut s, ExecFrame::Stdout(b)).await,
-                    ExecFrame::StdinEof => send(&mut s, ExecFrame::Exit { code: 0, signal: 0 }).await && false,
+                    ExecFrame::StdinEof => {
+                        send(&mut s, ExecFrame::Exit { code: 0, signal: 0 }).await;
+                        false
+                    }
                     _ => true,
                 };
                 if !go_on {

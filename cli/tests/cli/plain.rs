@@ -124,8 +124,8 @@ fn long_calls_end_in_their_result_their_error_or_the_unknown() {
     let f = Fake::new(move |r| match r.line.split(' ').nth(1).unwrap() {
         "/v1/sessions/good/checkpoint" => Answer::lines(&[step.clone(), done.clone()]),
         "/v1/sessions/full/checkpoint" => Answer::lines(&[step.clone(), full.clone()]),
-        "/v1/sessions/cut/checkpoint" => Answer::lines(&[step.clone()]).cut(),
-        "/v1/sessions/short/checkpoint" => Answer::lines(&[step.clone()]),
+        "/v1/sessions/cut/checkpoint" => Answer::lines(std::slice::from_ref(&step)).cut(),
+        "/v1/sessions/short/checkpoint" => Answer::lines(std::slice::from_ref(&step)),
         _ => Answer::not_found(),
     });
     let (out, err) = expect(&f.ks(&["checkpoint", "good", "-m", "tests green"]), 0);
