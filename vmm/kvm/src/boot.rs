@@ -196,4 +196,51 @@ mod tests {
         let (addr, size) = (last.addr, last.size);
         assert_eq!((addr, size), (1 << 32, (4 << 30) - layout::LOW_RAM_END_MAX));
     }
+
+    fn file(bytes: &[u8]) -> File {
+        let mut f = tempfile::tempfile().unwrap();
+        std::io::Write::write_all(&mut f, bytes).unwrap();
+        f
+    }
+    fn load_into(bytes: u64, kernel: &[u8], initrd: &[u8], cmdline: &str) -> (Ram, Result<u64, BootError>) {
+        let ram = Ram::map(ks_vmm_core::memory::Memory::create(bytes).unwrap()).unwrap();
+        let parts = Boot { kernel: &mut file(kernel), initrd: &mut file(initrd), cmdline, acpi: b"RSD PTR " };
+        let entry = load(&ram, parts);
+        (ram, entry)
+    }
+    /// A bzImage of one setup sector and a small body.
+    fn bzimage(xloadflags: u16) -> Vec<u8> {
+        let mut k = vec![0; 1024];
+        k[0x1f1] = 1;
+        k[0x202..0x206].copy_from_slice(b"HdrS");
+        k[0x206..0x208].copy_from_slice(&0x20fu16.to_le_bytes());
+        k[0x211] = 1;
+        k[0x214..0x218].copy_from_slice(&0x10_0000u32.to_le_bytes());
+        k[0x236..0x238].copy_from_slice(&xloadflags.to_le_bytes());
+        k.extend_from_slice(&[0xab; 3000]);
+        k
+    }
+
+    #[test]
+    fn a_bzimage_enters_at_its_64_bit_entry_and_its_header_reaches_the_zero_page() {
+        let (ram, entry) = load_into(64 << 20, &bzimage(1), &[7; 5000], "quiet");
+        assert_eq!(entry.unwrap(), layout::HIGH_MEMORY_START + 0x200);
+        let memory = ram.memory();
+        let params: boot_params = memory.read_obj(GuestAddress(layout::BOOT_PARAMS_ADDR)).unwrap();
+        let (at, bytes, line, version) =
+            (params.hdr.ramdisk_image, params.hdr.ramdisk_size, params.hdr.cmd_line_ptr, params.hdr.version);
+        assert_eq!((bytes, version, u64::from(at) % layout::PAGE), (5000, 0x20f, 0));
+        assert_eq!(memory.read_obj::<u8>(GuestAddress(u64::from(at) + 4999)).unwrap(), 7);
+        assert_eq!(memory.read_obj::<[u8; 6]>(GuestAddress(u64::from(line))).unwrap(), *b"quiet\0");
+        assert_eq!(memory.read_obj::<u8>(GuestAddress(layout::HIGH_MEMORY_START + 2999)).unwrap(), 0xab);
+    }
+
+    #[test]
+    fn what_cannot_boot_is_refused() {
+        assert!(matches!(load_into(64 << 20, b"not a kernel at all", b"", "").1, Err(BootError::Kernel(_))));
+        assert!(matches!(load_into(64 << 20, b"", b"", "").1, Err(BootError::Kernel(_))));
+        assert!(matches!(load_into(64 << 20, &bzimage(0), b"", "").1, Err(BootError::Kernel(_))), "no 64-bit entry");
+        assert!(matches!(load_into(16 << 20, &bzimage(1), &[0; 1 << 20], "").1, Err(BootError::Room { .. })));
+        assert!(matches!(load_into(64 << 20, &bzimage(1), b"", &"x".repeat(2048)).1, Err(BootError::CmdlineLength(2048))));
+    }
 }

@@ -79,10 +79,8 @@ impl Bus {
                     self.pm1_enable.store(v, Ordering::Relaxed);
                 }
             }
-            layout::PM1_CONTROL_PORT => {
-                if value.is_some_and(|v| v & SLEEP_ENABLE != 0 && v >> 10 & 7 == SLEEP_TYPE_S5) {
-                    return Some(Ending::PowerOff);
-                }
+            layout::PM1_CONTROL_PORT if value.is_some_and(|v| v & SLEEP_ENABLE != 0 && v >> 10 & 7 == SLEEP_TYPE_S5) => {
+                return Some(Ending::PowerOff);
             }
             _ => {}
         }

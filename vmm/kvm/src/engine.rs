@@ -112,6 +112,7 @@ impl KvmEngine {
         let machine = match (&saved, &setup.restore) {
             (Some(state), Some((machine, _))) => {
                 check_host(&host, machine, tsc_khz, &built)?;
+                check_soft_tsc(&host, state)?;
                 load(&built, state, machine, &host, xsave_bytes)?;
                 machine.clone()
             }
@@ -202,6 +203,18 @@ fn check_host(host: &Host, machine: &Machine, tsc_khz: u32, built: &Built) -> Re
         return Err(wrong(format!("its TSC runs at {b} kHz, the checkpoint's at {a}, and it cannot scale")));
     }
     built.vcpus.iter().try_for_each(|v| v.set_tsc_khz(machine.tsc_khz)).map_err(kvm_fault("KVM_SET_TSC_KHZ"))
+}
+
+/// On `soft` the guest's TSC is the host's whatever offset is set, and a clock that runs on it would stand still until
+/// a host that booted later has caught up.
+fn check_soft_tsc(host: &Host, state: &MachineState) -> Result<(), Fault> {
+    let now = sys::run::host_tsc();
+    if host.profile == Profile::Hardware || now >= state.vm.host_tsc {
+        return Ok(());
+    }
+    let why = format!("its TSC is behind the checkpoint's ({now} < {}), and software KVM cannot shift it", state.vm.host_tsc);
+    let next = "restore on the host that saved it before that host boots again, or on one that has run longer";
+    Err(Fault::new("incompatible", "this host", why, next))
 }
 
 fn nodes() -> Vec<MmioNode> {

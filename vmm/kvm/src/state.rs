@@ -124,7 +124,7 @@ impl VcpuState {
         put(w, &self.debug_regs);
         put(w, &self.lapic);
         put(w, self.msrs.as_slice());
-        put(w, self.tsc_offset.as_ref().map_or(&[][..], std::slice::from_ref));
+        put(w, self.tsc_offset.as_slice());
         put(w, &self.events);
     }
     fn read(r: &mut Reader<'_>) -> Result<Self, DecodeError> {

@@ -159,10 +159,10 @@ impl Control {
     }
 
     fn guest_caused_exit(&self) {
-        if self.first_exit_us.load(Ordering::Relaxed) == u64::MAX {
-            if let Some(since) = lock(&self.state).run_since {
-                self.first_exit_us.store(since.elapsed().as_micros() as u64, Ordering::SeqCst);
-            }
+        if self.first_exit_us.load(Ordering::Relaxed) == u64::MAX
+            && let Some(since) = lock(&self.state).run_since
+        {
+            self.first_exit_us.store(since.elapsed().as_micros() as u64, Ordering::SeqCst);
         }
     }
 }

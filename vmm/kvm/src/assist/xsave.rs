@@ -181,7 +181,7 @@ mod tests {
         let (mut a, mut b) = (filled(0, 0), filled(0, 0));
         let run = |cpu: &mut Vec<u8>, byte: u8| *cpu = filled(byte, 0x67);
         run(&mut cpu, 0xa);
-        let (s, bv) = save(&l, &cpu, u64::MAX & l.mask, 0);
+        let (s, bv) = save(&l, &cpu, l.mask, 0);
         apply(&s, bv, &cpu, &mut a);
         restore(&l, &mut cpu, &b, l.mask).unwrap();
         assert_eq!((cpu[160], cpu[576], cpu[1152]), (0, 0, 0), "nothing of the first shows");

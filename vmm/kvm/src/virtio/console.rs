@@ -144,14 +144,14 @@ impl Console {
             io.used(CONTROL_OUT, head, 0)?;
             return Ok(true);
         }
-        if !self.known.control.is_empty() {
-            if let Some(chain) = io.pop(CONTROL_IN)? {
-                let head = chain.head_index();
-                let m = self.known.control.pop_front().unwrap_or_default();
-                let n = write_all(io.ram.memory(), &buffers(chain)?, &m)?;
-                io.used(CONTROL_IN, head, n as u32)?;
-                return Ok(true);
-            }
+        if !self.known.control.is_empty()
+            && let Some(chain) = io.pop(CONTROL_IN)?
+        {
+            let head = chain.head_index();
+            let m = self.known.control.pop_front().unwrap_or_default();
+            let n = write_all(io.ram.memory(), &buffers(chain)?, &m)?;
+            io.used(CONTROL_IN, head, n as u32)?;
+            return Ok(true);
         }
         Ok(false)
     }

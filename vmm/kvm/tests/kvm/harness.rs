@@ -21,7 +21,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Linux reports free pages only while more than 128 MiB are free.
 pub const MEMORY_BYTES: u64 = 256 << 20;
@@ -43,6 +43,8 @@ pub struct Fixture {
     pub key: DomainKey,
     pub golden: CheckpointId,
     pub console_at_boot: String,
+    /// CLOCK_MONOTONIC in the guest just before the checkpoint, and the instant here.
+    pub clock: (u64, Instant),
 }
 
 /// One machine and what it runs on.
@@ -93,8 +95,9 @@ fn golden(kernel: &Path) -> Fixture {
     let mut port = Port::connect(&mut vm);
     assert_eq!(port.count(), 1, "console:\n{}", vm.console());
     assert_eq!(port.write_disk(0x41), 0);
+    let clock = (port.monotonic_ns(), Instant::now());
     let golden = vm.checkpoint(None);
-    Fixture { node, key, golden, console_at_boot: vm.console() }
+    Fixture { node, key, golden, console_at_boot: vm.console(), clock }
 }
 
 fn config(token: RunToken) -> VmConfig {
@@ -260,12 +263,12 @@ impl Vm {
         let fd = self.engine.exit_fd();
         // A duplicate through /proc, because the engine lends only the number.
         let watched = File::open(format!("/proc/self/fd/{fd}"));
-        let deadline = std::time::Instant::now() + DEADLINE;
+        let deadline = Instant::now() + DEADLINE;
         loop {
             if let Some(exit) = self.engine.exited() {
                 return exit.fault;
             }
-            assert!(std::time::Instant::now() < deadline, "the machine ends\n{}", self.console());
+            assert!(Instant::now() < deadline, "the machine ends\n{}", self.console());
             let wait = rustix::time::Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
             match &watched {
                 Ok(file) => drop(poll(&mut [PollFd::new(file, PollFlags::IN)], Some(&wait))),
