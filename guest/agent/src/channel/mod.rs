@@ -31,6 +31,8 @@ pub async fn serve_framed(agent: Arc<Agent>, port: Port) -> io::Error {
 
 /// Listens on a Unix socket and serves each connection, until the process is stopped.
 pub fn serve_socket(socket: &Path, framed: bool, state: &Path) -> io::Result<()> {
+    // tmux is started elsewhere and is told where its socket is.
+    let state = &std::path::absolute(state)?;
     std::fs::create_dir_all(state)?;
     match std::fs::remove_file(socket) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
