@@ -45,6 +45,8 @@ fn start() -> Result<Node, String> {
     let node = Node { home, libexec };
     let up = node.ks(&["up"]);
     assert!(up.status.success(), "ks up: {}", show(&up));
+    let image = node.ks(&["image", "build"]);
+    assert!(image.status.success(), "ks image build: {}", show(&image));
     Ok(node)
 }
 
