@@ -133,7 +133,7 @@ async fn the_main_window_is_started_once_attached_resized_and_logged() {
     let (mut log, _log_writer) = client.program(&GuestRequest::Logs { lines: 2 }).await.unwrap();
     let mut text = String::new();
     within("the log", log.read_to_string(&mut text)).await.unwrap();
-    assert!(text.lines().count() == 2 && text.contains("status 9"), "{text}");
+    assert!(text.starts_with("got two 15 70\n") && text.lines().count() == 2 && text.contains("status 9"), "{text}");
 
     // Detaching ends the client with code 0.
     second_writer.write_all(&ExecFrame::Stdin(vec![2, b'd']).encode()).await.unwrap();

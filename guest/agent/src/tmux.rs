@@ -166,20 +166,24 @@ fn shell_line(argv: &[String]) -> String {
     format!("exec {}", quoted.join(" "))
 }
 
-/// tmux pads the screen with empty lines; they are not part of the log.
-fn last_lines(mut text: Vec<u8>, lines: usize) -> Vec<u8> {
-    while text.ends_with(b"\n\n") {
-        text.pop();
+/// How tmux begins the line at the bottom of a window whose command ended.
+const DEAD: &[u8] = b"Pane is dead";
+
+/// The last lines. The empty ones with which tmux pads the screen, also above the line that tells of the command's
+/// end, are not part of the log.
+fn last_lines(text: Vec<u8>, lines: usize) -> Vec<u8> {
+    let mut all: Vec<&[u8]> = text.split_inclusive(|b| *b == b'\n').collect();
+    let drop_padding = |all: &mut Vec<&[u8]>| {
+        while all.last().is_some_and(|line| *line == b"\n") {
+            all.pop();
+        }
+    };
+    drop_padding(&mut all);
+    if let Some(dead) = all.pop_if(|line| line.starts_with(DEAD)) {
+        drop_padding(&mut all);
+        all.push(dead);
     }
-    if text == b"\n" {
-        text.clear();
-    }
-    let body = text.strip_suffix(b"\n").unwrap_or(&text);
-    let start = body.iter().enumerate().rev().filter(|(_, b)| **b == b'\n').nth(lines.saturating_sub(1));
-    match start {
-        Some((at, _)) if lines > 0 => text.split_off(at + 1),
-        Some(_) | None => text,
-    }
+    all[all.len().saturating_sub(lines)..].concat()
 }
 
 #[cfg(test)]
@@ -198,5 +202,8 @@ mod tests {
         assert_eq!(last_lines(b"a\nb\nc\n\n\n\n".to_vec(), 2), b"b\nc\n");
         assert_eq!(last_lines(b"a\nb\n".to_vec(), 5), b"a\nb\n");
         assert_eq!(last_lines(b"\n\n\n".to_vec(), 5), b"");
+        let ended = b"a\n\nhi\n\n\nPane is dead (status 3)\n".to_vec();
+        assert_eq!(last_lines(ended, 2), b"hi\nPane is dead (status 3)\n");
+        assert_eq!(last_lines(b"a\nb".to_vec(), 1), b"b");
     }
 }
