@@ -1,7 +1,7 @@
 //! The connection to the node: which one is current, requests to the node and their answers, events.
 //!
-//! The newest connection replaces an older one. An upload that is outstanding when its connection ends fails with
-//! `node-gone`; a fetch for the pager waits, at most [`NODE_RETURN`], for the node to come back and asks again.
+//! The newest connection replaces an older one. An upload whose connection ends fails with `node-gone`, also when the
+//! node is back before its next request; a fetch for the pager waits, at most [`NODE_RETURN`], for the node to come back and asks again.
 
 use super::wire::{self, WireError};
 use ks_proto::control::{CheckpointStats, Fault, Frame, HostReply, HostRequest, VmmEvent, VmmReply};
@@ -62,6 +62,8 @@ struct State {
     current: Option<Arc<Conn>>,
     connections: u64,
     next_id: u64,
+    /// The connection that the upload under way began on. A node that came back knows nothing of it.
+    upload: Option<u64>,
     // Invariant: holds an entry exactly while some thread waits for it.
     waiting: BTreeMap<u64, Option<Answer>>,
 }
@@ -126,6 +128,9 @@ impl Link {
         let (id, conn) = {
             let mut s = lock(&self.state);
             let conn = s.current.clone().ok_or_else(|| gone(what))?;
+            if is_upload(&request) && *s.upload.get_or_insert(conn.number) != conn.number {
+                return Err(gone(what));
+            }
             s.next_id += 1;
             let id = s.next_id;
             s.waiting.insert(id, None);
@@ -187,6 +192,14 @@ fn operation(r: &HostRequest) -> &'static str {
     }
 }
 
+/// Part of one upload, which lives and dies with its connection.
+fn is_upload(r: &HostRequest) -> bool {
+    match r {
+        HostRequest::NewPack {} | HostRequest::PackDone { .. } | HostRequest::Known { .. } | HostRequest::Commit { .. } => true,
+        HostRequest::Abort { .. } | HostRequest::Fetch { .. } => false,
+    }
+}
+
 fn unexpected(what: &str, got: &HostReply) -> Fault {
     Fault::new("protocol", what, format!("the node answered with something else: {got:?}"), "node and VMM must be of one version")
 }
@@ -216,9 +229,11 @@ impl HostLink for Link {
         file.write_all(manifest).map_err(local)?;
         let stats = CheckpointStats { id: id.to_hex(), ..stats.clone() };
         self.done(HostRequest::Commit { stats }, &[file.as_fd()])?;
+        lock(&self.state).upload = None;
         Ok(id)
     }
     fn abort(&self, why: &str) {
+        lock(&self.state).upload = None;
         if let Err(f) = self.done(HostRequest::Abort { why: why.to_owned() }, &[]) {
             tracing::info!("{f}");
         }
@@ -241,5 +256,64 @@ impl HostLink for Link {
                 Err(f) => return Err(f),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Answers `Done` to everything on one connection until it ends; sends the names of what was asked.
+    fn node(link: &Arc<Link>, number: u64, seen: std::sync::mpsc::Sender<(u64, &'static str)>) -> Arc<Conn> {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let conn = link.adopt(ours).unwrap();
+        assert_eq!(conn.number, number);
+        std::thread::spawn(move || {
+            while let Ok((Frame::HostRequest { id, request, .. }, _)) = wire::receive(&theirs) {
+                seen.send((number, operation(&request))).unwrap();
+                let result = match request {
+                    HostRequest::Known { ids } => Ok(HostReply::Known { known: vec![false; ids.len()] }),
+                    _ => Ok(HostReply::Done {}),
+                };
+                wire::send(&theirs, &Frame::HostReply { id, fds: 0, result }, &[]).unwrap();
+            }
+        });
+        let (l, c) = (link.clone(), conn.clone());
+        std::thread::spawn(move || {
+            while let Ok((Frame::HostReply { id, result, .. }, fds)) = c.receive() {
+                l.answered(id, result.map(|r| (r, fds)));
+            }
+            l.ended(&c);
+        });
+        conn
+    }
+
+    #[test]
+    fn an_upload_never_goes_on_with_a_node_that_came_back() {
+        let link = Arc::new(Link::default());
+        assert_eq!(link.known(&[]).unwrap_err().code, "node-gone", "before any node");
+        let (tx, rx) = std::sync::mpsc::channel();
+        node(&link, 1, tx.clone());
+        assert_eq!(link.known(&[ChunkId::ZERO]), Ok(vec![false]));
+        node(&link, 2, tx);
+        assert_eq!(link.pack_done(PackId([0; 32]), 1).unwrap_err().code, "node-gone");
+        assert_eq!(link.commit(b"m", &CheckpointStats::default()).unwrap_err().code, "node-gone");
+        link.abort("node-gone");
+        assert!(link.pack_done(PackId([0; 32]), 1).is_ok(), "the next upload");
+        assert!(link.commit(b"m", &CheckpointStats::default()).is_ok());
+        let asked: Vec<u64> = rx.try_iter().map(|(n, _)| n).collect();
+        assert_eq!(asked, [1, 2, 2, 2], "one question to the first node; abort, pack and commit to the second");
+    }
+
+    #[test]
+    fn a_request_that_waits_when_its_connection_ends_fails_at_once() {
+        let link = Arc::new(Link::default());
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let conn = link.adopt(ours).unwrap();
+        let asking = link.clone();
+        let waiter = std::thread::spawn(move || asking.new_pack().map(drop));
+        wire::receive(&theirs).unwrap();
+        link.ended(&conn);
+        assert_eq!(waiter.join().unwrap().unwrap_err().code, "node-gone");
     }
 }
