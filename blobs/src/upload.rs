@@ -169,7 +169,10 @@ impl Upload {
         let mut out = Vec::with_capacity(ids.len());
         let mut packs = std::collections::BTreeSet::new();
         for id in ids {
-            let place = s.index.places(id).find(|p| s.index.pack(p.pack).is_some_and(|i| self.keys.get(i.domain).is_some()));
+            // A pack with one damaged object is no base for new checkpoints: the sender still has good bytes.
+            let sound = |no| s.index.bad_of(no).next().is_none();
+            let ours = |no| s.index.pack(no).is_some_and(|i| self.keys.get(i.domain).is_some());
+            let place = s.index.places(id).find(|p| ours(p.pack) && sound(p.pack));
             packs.extend(place.map(|p| p.pack));
             out.push(id.is_zero() || place.is_some());
         }

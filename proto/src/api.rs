@@ -34,7 +34,7 @@ use serde::{Deserialize, Serialize};
 pub struct ApiError {
     /// Always `ks.error.v1`.
     pub schema: String,
-    /// Stable, kebab-case: `not-found`, `exists`, `usage`, `not-allowed`, `busy`, `corrupt`, `incompatible`, `disk-full`,
+    /// Stable, kebab-case: `not-found`, `exists`, `usage`, `not-executable`, `not-allowed`, `busy`, `corrupt`, `incompatible`, `disk-full`,
     /// `never-checkpointed`, `running`, `guest-silent`, `engine-missing`, `timeout`, `internal`.
     pub code: String,
     /// What failed.
@@ -53,7 +53,7 @@ impl ApiError {
     pub fn status(&self) -> u16 {
         match self.code.as_str() {
             "not-found" => 404,
-            "usage" => 400,
+            "usage" | "not-executable" => 400,
             "not-allowed" => 403,
             "exists" | "busy" | "running" | "never-checkpointed" => 409,
             "incompatible" | "corrupt" => 422,

@@ -210,6 +210,9 @@ fn scrub_and_verify_name_the_chunk_its_file_and_its_holder() {
     assert!(e.to_string().contains(&victim.to_hex()) && e.to_string().contains(pack.to_str().unwrap()), "{e}");
     let up = store.begin_upload(scope());
     assert_eq!(up.known(&[victim]), [false], "what is damaged is stored again");
+    let neighbour = key().name(ObjectKind::Data, &chunk(1));
+    assert_eq!(up.known(&[neighbour]), [false], "and so is what lies beside it: rot seldom comes alone");
+    assert!(store.locate(&neighbour, &ring(), None).is_ok(), "which is still read, being sound");
     drop(up);
     // The VM still has it in memory: its next checkpoint brings it, and the old one is whole again.
     checkpoint(&store, &image(&[1, 2, 3, 9], &[4]), 99).unwrap();

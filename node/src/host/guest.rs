@@ -291,7 +291,8 @@ pub fn end_of_put(answer: GuestAnswer) -> Result<(), ApiError> {
 fn guest_code(code: &str) -> &'static str {
     match code {
         "not-found" => "not-found",
-        "not-executable" | "bad-request" => "usage",
+        "not-executable" => "not-executable",
+        "bad-request" => "usage",
         "busy" => "busy",
         _ => "internal",
     }

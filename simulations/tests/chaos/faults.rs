@@ -143,6 +143,7 @@ fn a_crash_while_storing_leaves_the_previous_checkpoint() {
 fn removal_refuses_to_lose_work_silently() {
     let Some(n) = node() else { return };
     n.run("rm1", &["sleep", "infinity"]);
+    n.ok(&["checkpoint", "rm1"]);
     let o = n.ks(&["--json", "rm", "rm1"]);
     assert!(!o.status.success(), "a running session is not removed without --force");
     let text = format!("{}{}", String::from_utf8_lossy(&o.stdout), String::from_utf8_lossy(&o.stderr));
