@@ -13,6 +13,7 @@ use ks_proto::SessionName;
 use ks_proto::api::{CreateSession, Session, StartMain};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Runs `ks run`.
 pub async fn run(ctx: &Ctx, a: args::Run) -> Res<u8> {
@@ -26,7 +27,10 @@ pub async fn run(ctx: &Ctx, a: args::Run) -> Res<u8> {
     let main = start(&a, &carries)?;
     let create = creation(ctx, &a, if carries.is_empty() { Some(main.clone()) } else { None })?;
     let node = Node::find(ctx)?;
-    let session = match create_interruptibly(ctx, &node, &create).await {
+    // From before the first byte leaves: a session that the node begins to make is never forgotten.
+    let mut interrupt =
+        signal(SignalKind::interrupt()).map_err(|e| Failure::local("cannot listen for Ctrl-C", e, "report this"))?;
+    let session = match create_interruptibly(ctx, &node, &create, &mut interrupt).await {
         Err(f) if f.error.code == "exists" && create.name.is_some() => {
             return taken(ctx, &node, &create, f, wants_terminal).await;
         }
@@ -36,7 +40,7 @@ pub async fn run(ctx: &Ctx, a: args::Run) -> Res<u8> {
     if !carries.is_empty() {
         let filled = tokio::select! {
             done = fill(ctx, &node, &name, carries, &main) => done,
-            _ = tokio::signal::ctrl_c() => Err(Failure::interrupted("nothing was started", "run it again when you like")),
+            _ = interrupt.recv() => Err(Failure::interrupted("nothing was started", "run it again when you like")),
         };
         if let Err(f) = filled {
             return Err(take_back(ctx, &node, &name, f).await);
@@ -117,17 +121,17 @@ fn creation(ctx: &Ctx, a: &args::Run, main: Option<StartMain>) -> Res<CreateSess
 }
 
 /// Creates. Ctrl-C lets the node finish, then takes the session back: nothing is left behind.
-async fn create_interruptibly(ctx: &Ctx, node: &Node, create: &CreateSession) -> Res<Session> {
+async fn create_interruptibly(ctx: &Ctx, node: &Node, create: &CreateSession, interrupt: &mut Signal) -> Res<Session> {
     let mut bar = ctx.bar();
     let call = node.call::<Session>("/v1/sessions", create, &mut bar);
     tokio::pin!(call);
     tokio::select! {
         made = &mut call => return made,
-        _ = tokio::signal::ctrl_c() => ctx.note("stopping; Ctrl-C again leaves it to the node"),
+        _ = interrupt.recv() => ctx.note("stopping; Ctrl-C again leaves it to the node"),
     }
     let made = tokio::select! {
         made = &mut call => made?,
-        _ = tokio::signal::ctrl_c() => {
+        _ = interrupt.recv() => {
             return Err(Failure::interrupted("stopped while the session was being made", "it may exist: look with `ks ls`, delete with `ks rm --force`"));
         }
     };

@@ -68,6 +68,7 @@ pub async fn show(ctx: &Ctx, name: &str) -> Res<u8> {
 
 fn facts(s: &Session, now: u64) -> String {
     let every = |n: u64| if n == 0 { "never".to_owned() } else { human::seconds(n) };
+    let cadence = if s.cadence_s == 0 { "none by itself".into() } else { format!("one every {}", human::seconds(s.cadence_s)) };
     let mut all: Vec<(&str, String)> = vec![
         ("name", s.name.to_string()),
         ("id", s.id.to_string()),
@@ -78,7 +79,7 @@ fn facts(s: &Session, now: u64) -> String {
         ("size", format!("{} memory, {}", human::mib(s.memory_mib << 20), human::count(s.vcpus.into(), "vCPU"))),
         ("run", s.token.to_string()),
         ("created", format!("{} UTC ({} ago)", human::utc(s.created_unix_ms), human::age(now, s.created_unix_ms))),
-        ("checkpoints", format!("{}, one every {}", s.checkpoints, every(s.cadence_s))),
+        ("checkpoints", format!("{}, {cadence}", s.checkpoints)),
         ("parks after", every(s.idle_park_s)),
     ];
     if let Some(c) = &s.last_checkpoint {
