@@ -14,6 +14,9 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
 
+/// The n-th dirty chunk: its number and its bytes.
+type ChunkAt<'p> = dyn Fn(usize) -> Result<(u32, Cow<'p, [u8]>), Fault> + Sync + 'p;
+
 /// Chunks that are named, asked for and sealed together: 16 MiB.
 const BATCH: usize = 256;
 const _: () = assert!(BATCH <= KNOWN_BATCH_MAX);
@@ -185,13 +188,7 @@ impl Storing<'_> {
     }
 
     /// Names `count` chunks, and stores those that nobody has.
-    fn batch<'p>(
-        &mut self,
-        count: usize,
-        refs: &[ChunkId],
-        of: &(dyn Fn(usize) -> Result<(u32, Cow<'p, [u8]>), Fault> + Sync),
-        changes: &mut Changes,
-    ) -> Result<(), Fault> {
+    fn batch<'p>(&mut self, count: usize, refs: &[ChunkId], of: &ChunkAt<'p>, changes: &mut Changes) -> Result<(), Fault> {
         self.pipeline.step(Step::Hash)?;
         let pipeline = self.pipeline;
         let named = map_bulk(count, |i| {

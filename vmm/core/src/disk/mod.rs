@@ -14,6 +14,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+/// A block that a request covers in part: its offset, and its bytes where they had to be read.
+type Partial = (u64, Option<Vec<u8>>);
+
 /// The unit in which layers know what they hold.
 pub const BLOCK_BYTES: u64 = 4096;
 const CHUNK: u64 = CHUNK_BYTES as u64;
@@ -98,7 +101,7 @@ impl Disk {
         scratch_dir: &Path,
         lease: Arc<LeaseGate>,
     ) -> Result<Self, Fault> {
-        if bytes == 0 || bytes % CHUNK != 0 || refs.len() as u64 != bytes / CHUNK {
+        if bytes == 0 || !bytes.is_multiple_of(CHUNK) || refs.len() as u64 != bytes / CHUNK {
             let why = format!("{} chunk references for {bytes} bytes; a disk is whole chunks of {CHUNK} bytes", refs.len());
             return Err(Fault::new("internal", "disk", why, "check the image's manifest"));
         }
@@ -274,12 +277,12 @@ impl Disk {
 
     // The bytes below of the first and last block where the write does not cover them: Some(bytes) if only the base
     // has them, None if a layer does (it will still do so under the write lock).
-    fn partial_blocks(&self, offset: u64, end: u64) -> Result<Vec<(u64, Option<Vec<u8>>)>, DiskError> {
+    fn partial_blocks(&self, offset: u64, end: u64) -> Result<Vec<Partial>, DiskError> {
         let mut blocks = BTreeSet::new();
-        if offset % BLOCK_BYTES != 0 {
+        if !offset.is_multiple_of(BLOCK_BYTES) {
             blocks.insert(offset / BLOCK_BYTES);
         }
-        if end % BLOCK_BYTES != 0 {
+        if !end.is_multiple_of(BLOCK_BYTES) {
             blocks.insert(end / BLOCK_BYTES);
         }
         let mut out = Vec::new();

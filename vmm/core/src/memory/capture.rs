@@ -122,7 +122,7 @@ impl Memory {
         inner.states.put_back(punched);
         for c in 0..now.len() {
             // What was placed or given back since the scan began stays as it is known.
-            inner.had[c] = inner.had[c] & (now[c] | !had[c]);
+            inner.had[c] &= now[c] | !had[c];
         }
         Ok(())
     }

@@ -103,7 +103,7 @@ struct Lazy {
 impl Memory {
     /// A memfd of `bytes` (a multiple of 64 KiB), all holes, that can neither grow nor shrink. A booting VM uses it so.
     pub fn create(bytes: u64) -> Result<Arc<Self>, Fault> {
-        if bytes == 0 || bytes % CHUNK_BYTES as u64 != 0 {
+        if bytes == 0 || !bytes.is_multiple_of(CHUNK_BYTES as u64) {
             let why = format!("{bytes} bytes are not whole chunks of {CHUNK_BYTES} bytes");
             return Err(Fault::new("bad-request", "guest memory", why, "ask for a multiple of 2 MiB"));
         }

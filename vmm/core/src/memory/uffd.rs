@@ -98,7 +98,7 @@ impl Uffd {
     /// Places `src` (whole pages) at `dst`, write-protected, and wakes who waits there. Zeros are placed so as well: pages
     /// of UFFDIO_ZEROPAGE would count as written.
     pub fn copy(&self, dst: u64, src: &[u8]) -> std::result::Result<(), Partial> {
-        assert!(src.len() as u64 % PAGE_BYTES == 0 && dst % PAGE_BYTES == 0, "pages are placed whole");
+        assert!((src.len() as u64).is_multiple_of(PAGE_BYTES) && dst.is_multiple_of(PAGE_BYTES), "pages are placed whole");
         let mut arg = [dst, src.as_ptr() as u64, src.len() as u64, COPY_MODE_WP, 0];
         ioctl(self.fd.as_fd(), UFFDIO_COPY, &mut arg).map_err(|errno| Partial { done: placed(arg[4]), errno })
     }

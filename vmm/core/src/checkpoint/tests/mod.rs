@@ -57,7 +57,7 @@ fn one_instant_and_byte_for_byte_while_the_guest_writes() {
                     gate.inside(|| {
                         map.write(0, &n.to_le_bytes());
                         map.write((n * 7919 * 13) % (60 * CHUNK) + CHUNK, &[n as u8; 700]);
-                        if n % 5 == 0 {
+                        if n.is_multiple_of(5) {
                             memory.discard((n % 40 + 2) * CHUNK, (n % 3 + 1) * 4096).unwrap();
                         }
                         disk.write_at((n * 4099) % (6 * CHUNK) + CHUNK, &[n as u8; 900]).unwrap();
