@@ -19,6 +19,8 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 
 const FIRST_MESSAGE: Duration = Duration::from_secs(10);
+/// How long a client that was told the end may take to close.
+const LINGER: Duration = Duration::from_secs(5);
 /// A viewer counts as activity this often.
 const PRESENCE: Duration = Duration::from_secs(5);
 
@@ -38,9 +40,16 @@ fn upgrade(app: App, name: String, ws: WebSocketUpgrade, attach: bool) -> Respon
                 let text = serde_json::to_string(&e).unwrap_or_default();
                 let _ = socket.send(Message::Text(text.into())).await;
                 let _ = socket.send(Message::Close(None)).await;
+                linger(async { while let Some(Ok(_)) = socket.recv().await {} }).await;
             }
         }
     })
+}
+
+/// Reads on until the client has closed too: a socket that is closed with bytes unread is reset, and the client may
+/// lose the last ones that were sent to it, the exit code among them.
+async fn linger(reading: impl Future<Output = ()>) {
+    let _ = tokio::time::timeout(LINGER, reading).await;
 }
 
 async fn begin(
@@ -78,11 +87,13 @@ async fn run(handle: SessionHandle, socket: WebSocket, stream: crate::host::chan
             handle.input(Input::Activity).await;
         }
     };
-    // The program's end or the client's end ends it all; a client that only closed its input goes on reading.
+    let (out, input) = (guest_to_client(from_guest, to_client), client_to_guest(from_client, to_guest));
+    tokio::pin!(out, input, presence);
+    // A client that only closed its input goes on reading; one that left ends it all.
     tokio::select! {
-        () = guest_to_client(from_guest, to_client) => {}
-        () = client_to_guest(from_client, to_guest) => {}
-        () = presence => {}
+        () = &mut out => linger(input).await,
+        () = &mut input => {}
+        () = &mut presence => {}
     }
 }
 
@@ -113,6 +124,8 @@ async fn guest_to_client(mut from: impl AsyncRead + Unpin, mut to: SplitSink<Web
 }
 
 async fn client_to_guest(mut from: SplitStream<WebSocket>, mut to: impl AsyncWrite + Unpin) {
+    // Once the program is gone its input is read and dropped; the other direction says what happened.
+    let mut open = true;
     loop {
         match from.next().await {
             Some(Ok(Message::Binary(m))) => {
@@ -120,10 +133,7 @@ async fn client_to_guest(mut from: SplitStream<WebSocket>, mut to: impl AsyncWri
                 if !matches!(frame, ExecFrame::Stdin(_) | ExecFrame::StdinEof | ExecFrame::Resize(..) | ExecFrame::Signal(_)) {
                     return;
                 }
-                if to.write_all(&frame.encode()).await.is_err() {
-                    // The other direction says what happened.
-                    return std::future::pending().await;
-                }
+                open = open && to.write_all(&frame.encode()).await.is_ok();
             }
             Some(Ok(Message::Ping(_) | Message::Pong(_) | Message::Text(_))) => {}
             Some(Ok(Message::Close(_)) | Err(_)) | None => return,

@@ -41,7 +41,10 @@ pub async fn events(State(app): State<App>, Query(q): Query<EventsQuery>) -> Res
                 return;
             }
         }
-        while q.follow != 0 {
+        if q.follow == 0 {
+            return;
+        }
+        loop {
             tokio::select! {
                 () = tx.closed() => return,
                 event = live.recv() => match event {

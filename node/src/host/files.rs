@@ -4,6 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// The longest data folder: a Unix socket's path, which lies in it, has at most 107 bytes.
 pub const DATA_DIR_BYTES_MAX: usize = 60;
@@ -69,6 +70,9 @@ fn make_dir(path: &Path) -> io::Result<()> {
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
+/// How long a lock is waited for.
+const LOCK_PATIENCE: Duration = Duration::from_secs(2);
+
 /// Takes the folder's lock for the life of the returned file.
 ///
 /// # Errors
@@ -77,7 +81,16 @@ pub fn lock(layout: &Layout) -> Result<File, String> {
     let path = layout.root.join("ksd.lock");
     let open = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
     let mut file = open.map_err(|e| format!("cannot open {}: {e}", path.display()))?;
-    if rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_err() {
+    // One that was just killed holds it until the kernel has taken it down.
+    let end = std::time::Instant::now() + LOCK_PATIENCE;
+    let mut taken = false;
+    while !taken && std::time::Instant::now() < end {
+        taken = rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_ok();
+        if !taken {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+    if !taken {
         let mut pid = String::new();
         let _ = file.read_to_string(&mut pid);
         return Err(format!(

@@ -1,5 +1,6 @@
 //! VMM processes: started in their own process group, found again after a restart, and seen dead before a new run.
 
+use ks_proto::SessionId;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -136,11 +137,20 @@ pub fn libexec() -> PathBuf {
     own.and_then(|p| p.parent().map(Path::to_path_buf)).unwrap_or_else(|| PathBuf::from("."))
 }
 
+/// First of the uids that jailed VMs get; far from those of people, services and subordinate ranges.
+const JAIL_UID_BASE: u32 = 0x7000_0000;
+
+/// Root gives every VM a uid of its own, which no account has; others cannot change uids.
+fn jail_uid(session: &SessionId) -> Option<u32> {
+    let low = u32::from_le_bytes([session.0[0], session.0[1], session.0[2], 0]);
+    rustix::process::geteuid().is_root().then_some(JAIL_UID_BASE + low)
+}
+
 /// Starts `ks-vmm` for the run folder `dir`, in a process group of its own, so that ksd's end is not its end.
 ///
 /// # Errors
 /// If the program is missing or cannot be started.
-pub fn start_vmm(dir: &Path) -> io::Result<tokio::process::Child> {
+pub fn start_vmm(dir: &Path, session: &SessionId) -> io::Result<tokio::process::Child> {
     use std::os::unix::process::CommandExt;
     let log = std::fs::OpenOptions::new().create(true).append(true).open(dir.join("vmm.log"))?;
     let mut c = std::process::Command::new(libexec().join("ks-vmm"));
@@ -149,8 +159,8 @@ pub fn start_vmm(dir: &Path) -> io::Result<tokio::process::Child> {
     if let Some(qemu) = std::env::var_os("KS_QEMU") {
         c.arg("--qemu").arg(qemu);
     }
-    if let Some(uid) = std::env::var_os("KS_JAIL_UID") {
-        c.arg("--jail-uid").arg(uid);
+    if let Some(uid) = jail_uid(session) {
+        c.arg("--jail-uid").arg(uid.to_string());
     }
     c.stdin(std::process::Stdio::null()).stdout(log.try_clone()?).stderr(log).process_group(0);
     tokio::process::Command::from(c).kill_on_drop(false).spawn()

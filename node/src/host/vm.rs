@@ -145,7 +145,7 @@ async fn try_launch(supply: &Supply, dir: &Path, spec: &Spec, sink: Sink) -> Res
         Ok((plan.encode(), packs, store.manifest_bytes(&id)?.0))
     };
     let prepared = tokio::task::spawn_blocking(work);
-    let child = process::start_vmm(dir).map_err(|e| {
+    let child = process::start_vmm(dir, &spec.config.session).map_err(|e| {
         let program = process::libexec().join("ks-vmm");
         let next = "install KeepState's programs side by side, or set KS_LIBEXEC to their folder";
         ApiError::new("engine-missing", format!("cannot start {}", program.display()), e.to_string(), next)

@@ -23,7 +23,7 @@ fn usage(what: &str, why: String, next: &str) -> ApiError {
 
 fn shape(node: &Node, c: &CreateSession) -> Result<Shape, ApiError> {
     let memory_mib = c.memory_mib.unwrap_or(MEMORY_MIB);
-    if !(128..=1 << 20).contains(&memory_mib) || memory_mib % 2 != 0 {
+    if !(128..=1 << 20).contains(&memory_mib) || !memory_mib.is_multiple_of(2) {
         return Err(usage(
             "the memory size",
             format!("{memory_mib} MiB is not an even number from 128 to 1048576"),

@@ -14,94 +14,10 @@
 //! At most one checkpoint is being stored; requests that come meanwhile are served together by the next one.
 
 use super::input::{Answer, AskId, Checkpointed, Effect, Head, HeadKind, Input, Job, Now, Request};
+use super::stage::{Policy, Rest, Stage, Then, done, gone_error, refuse};
 use ks_proto::RunToken;
 use ks_proto::api::{ApiError, SessionState};
 use ks_raft::Wanted;
-
-/// Times and limits.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Policy {
-    /// Milliseconds between cadence checkpoints; 0 is never.
-    pub cadence_ms: u64,
-    /// Idle milliseconds before parking; 0 is never.
-    pub idle_park_ms: u64,
-    /// Starts that may fail in a row.
-    pub attempts_max: u32,
-    /// Wait after the first failed start; doubles with each.
-    pub backoff_ms: u64,
-    /// A run this long forgives earlier failures.
-    pub stable_ms: u64,
-}
-impl Policy {
-    /// The usual limits with this cadence and idle time, in seconds.
-    pub fn new(cadence_s: u64, idle_park_s: u64) -> Self {
-        Self {
-            cadence_ms: cadence_s.saturating_mul(1000),
-            idle_park_ms: idle_park_s.saturating_mul(1000),
-            attempts_max: 5,
-            backoff_ms: 500,
-            stable_ms: 30_000,
-        }
-    }
-}
-
-/// Where a session goes when its process is gone.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Rest {
-    Parked,
-    Stopped,
-}
-impl Rest {
-    fn state(self) -> SessionState {
-        match self {
-            Self::Parked => SessionState::Parked,
-            Self::Stopped => SessionState::Stopped,
-        }
-    }
-    fn wanted(self) -> Wanted {
-        match self {
-            Self::Parked => Wanted::Parked,
-            Self::Stopped => Wanted::Stopped,
-        }
-    }
-    fn word(self) -> &'static str {
-        match self {
-            Self::Parked => "parked",
-            Self::Stopped => "stopped",
-        }
-    }
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Stage {
-    /// Nothing under way.
-    Still,
-    /// The node came back and looks whether the VM of the current run lives.
-    Looking,
-    /// EndProcess asked for, then start.
-    EndingToStart,
-    /// EndProcess asked for, then rest.
-    EndingToRest(Rest),
-    /// EndProcess asked for after a failed start, then wait and try again.
-    EndingToRetry,
-    /// EndProcess asked for, then Failed with this error.
-    EndingToFail(ApiError),
-    /// EndProcess asked for, then forget.
-    EndingToForget,
-    /// BeginRun asked for.
-    Beginning,
-    /// Launch asked for.
-    Launching,
-    /// Waiting until the next attempt.
-    BackingOff { until_ms: u64 },
-}
-
-/// What follows a checkpoint that is being stored.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Then {
-    Rest(Rest, Vec<AskId>),
-    Restore { to: Head, verify_eager: bool, ask: AskId },
-}
 
 /// See the module.
 #[derive(Debug, Clone)]
@@ -511,7 +427,9 @@ impl Machine {
         self.show(out, "");
         out.push(Effect::Event { kind: "adopted", text: format!("run {} goes on without interruption", self.token) });
         self.release(out);
-        if let Some(job) = self.queued.take() {
+        // How old its latest checkpoint is by now only the earlier node knew: take one.
+        let cadence = (self.policy.cadence_ms > 0).then(|| Job::quiet("cadence"));
+        if let Some(job) = self.queued.take().or(cadence) {
             self.take(now, job, out);
         }
     }
@@ -622,16 +540,4 @@ impl Machine {
     fn show(&self, out: &mut Vec<Effect>, reason: &str) {
         out.push(Effect::Show { state: self.state, reason: reason.into() });
     }
-}
-
-fn done(ask: AskId) -> Effect {
-    Effect::Reply { ask, result: Ok(Answer::Done) }
-}
-
-fn refuse(ask: AskId, code: &str, why: impl Into<String>, next: &str) -> Effect {
-    Effect::Reply { ask, result: Err(ApiError::new(code, "this cannot be done now", why, next)) }
-}
-
-fn gone_error(why: &str) -> ApiError {
-    ApiError::new("busy", "the request was given up", why, "try again")
 }

@@ -2,8 +2,10 @@
 
 mod input;
 mod machine;
+mod stage;
 #[cfg(test)]
 mod tests;
 
 pub use input::{Answer, AskId, Checkpointed, Effect, Head, HeadKind, Input, Job, Now, Request};
-pub use machine::{Machine, Policy};
+pub use machine::Machine;
+pub use stage::Policy;

@@ -160,6 +160,7 @@ fn while_the_node_looks_for_a_live_vm_nothing_ends_it_and_callers_wait() {
             (3, stored(4, 2), "ok2:c2"),
         ],
     );
+    check_from(looking(), vec![(1, Input::Adopted, "[running] take:cadence")]);
     check_from(
         looking(),
         vec![

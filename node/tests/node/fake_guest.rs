@@ -82,45 +82,8 @@ impl FakeGuest {
                 write_message(&mut s, &ok).await
             }
             GuestRequest::Exec { argv, .. } => self.exec(&mut s, argv).await,
-            GuestRequest::Attach { tty } => {
-                write_message(&mut s, &ok).await?;
-                s.write_all(&ExecFrame::Stdout(format!("{} {}x{}", tty.term, tty.cols, tty.rows).into_bytes()).encode()).await?;
-                while let Some(f) = read_exec_frame(&mut s).await? {
-                    if f == ExecFrame::Stdin(b"q".to_vec()) {
-                        break;
-                    }
-                }
-                s.write_all(&ExecFrame::Exit { code: 0, signal: 0 }.encode()).await
-            }
-            GuestRequest::PutTar { path } => {
-                write_message(&mut s, &ok).await?;
-                let mut tar = Vec::new();
-                s.read_to_end(&mut tar).await?;
-                let answer = match untar(&tar) {
-                    Some((name, text)) => {
-                        self.memory.lock().unwrap().files.insert(format!("{path}/{name}"), text);
-                        ok
-                    }
-                    None => GuestAnswer::Refused {
-                        code: "bad-request".into(),
-                        what: "the archive".into(),
-                        why: "cut short".into(),
-                        next: "send it again".into(),
-                    },
-                };
-                write_message(&mut s, &answer).await
-            }
-            GuestRequest::GetTar { path } => {
-                let text = self.memory.lock().unwrap().files.get(&path).cloned();
-                match text {
-                    Some(t) => {
-                        write_message(&mut s, &ok).await?;
-                        let name = path.rsplit('/').next().unwrap().to_owned();
-                        s.write_all(&ks_node::host::tar::one_file(&name, t.as_bytes()).unwrap()).await?;
-                        s.shutdown().await
-                    }
-                    None => self.missing(&mut s, &path).await,
-                }
+            GuestRequest::Attach { .. } | GuestRequest::PutTar { .. } | GuestRequest::GetTar { .. } => {
+                self.transfer(&mut s, request).await
             }
             GuestRequest::Logs { lines } => {
                 write_message(&mut s, &ok).await?;
@@ -142,6 +105,53 @@ impl FakeGuest {
                 s.shutdown().await
             }
             GuestRequest::Sync {} | GuestRequest::PowerOff {} => write_message(&mut s, &ok).await,
+        }
+    }
+
+    async fn transfer(&self, s: &mut (impl AsyncRead + AsyncWrite + Unpin), request: GuestRequest) -> std::io::Result<()> {
+        let ok = GuestAnswer::Ok {};
+        match request {
+            GuestRequest::Attach { tty } => {
+                write_message(s, &ok).await?;
+                s.write_all(&ExecFrame::Stdout(format!("{} {}x{}", tty.term, tty.cols, tty.rows).into_bytes()).encode()).await?;
+                while let Some(f) = read_exec_frame(s).await? {
+                    if f == ExecFrame::Stdin(b"q".to_vec()) {
+                        break;
+                    }
+                }
+                s.write_all(&ExecFrame::Exit { code: 0, signal: 0 }.encode()).await
+            }
+            GuestRequest::PutTar { path } => {
+                write_message(s, &ok).await?;
+                let mut tar = Vec::new();
+                s.read_to_end(&mut tar).await?;
+                let answer = match untar(&tar) {
+                    Some((name, text)) => {
+                        self.memory.lock().unwrap().files.insert(format!("{path}/{name}"), text);
+                        ok
+                    }
+                    None => GuestAnswer::Refused {
+                        code: "bad-request".into(),
+                        what: "the archive".into(),
+                        why: "cut short".into(),
+                        next: "send it again".into(),
+                    },
+                };
+                write_message(s, &answer).await
+            }
+            GuestRequest::GetTar { path } => {
+                let text = self.memory.lock().unwrap().files.get(&path).cloned();
+                match text {
+                    Some(t) => {
+                        write_message(s, &ok).await?;
+                        let name = path.rsplit('/').next().unwrap().to_owned();
+                        s.write_all(&ks_node::host::tar::one_file(&name, t.as_bytes()).unwrap()).await?;
+                        s.shutdown().await
+                    }
+                    None => self.missing(s, &path).await,
+                }
+            }
+            other => panic!("{other:?} is no transfer"),
         }
     }
 
