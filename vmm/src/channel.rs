@@ -113,7 +113,7 @@ impl Passage {
     }
 
     /// Bytes of this generation from the guest.
-    fn from_guest(&mut self, bytes: &[u8]) {
+    fn take_from_guest(&mut self, bytes: &[u8]) {
         for piece in self.deframer.push(bytes) {
             match piece {
                 Piece::Marker(g) => self.live = g == self.generation,
@@ -154,7 +154,7 @@ impl Passage {
         }
         if !from_port.is_empty() {
             let before = self.to_host.bytes.len();
-            self.from_guest(&from_port);
+            self.take_from_guest(&from_port);
             count((self.to_host.bytes.len() - before) as u64);
         }
         self.to_host.drain(&mut self.client)

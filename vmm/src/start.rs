@@ -113,7 +113,7 @@ fn what(config: &VmConfig, origin: &Origin) -> String {
 
 fn check_shape(config: &VmConfig, what: &str) -> Result<(), Fault> {
     let bad = |why: String| Err(Fault::new("bad-request", what, why, "correct the VM's configuration"));
-    if config.memory_bytes == 0 || config.memory_bytes % (2 << 20) != 0 {
+    if config.memory_bytes == 0 || !config.memory_bytes.is_multiple_of(2 << 20) {
         return bad(format!("{} bytes of memory are not a multiple of 2 MiB", config.memory_bytes));
     }
     if config.vcpus == 0 || config.vcpus > VCPUS_MAX {

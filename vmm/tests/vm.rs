@@ -1,6 +1,7 @@
 //! The VMM as its node sees it, over a real engine. Skipped, loudly, where there is no image.
 //!
 //! The guest boots once: every test that can begins as a restore of the same golden checkpoint.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
 mod common;
 
@@ -38,6 +39,7 @@ fn golden() -> Option<&'static Golden> {
     GOLDEN
         .get_or_init(|| {
             image::get()?;
+            image::shim();
             let store = Store::new();
             let began = Instant::now();
             let vm = Vm::boot(&store, &shape());
