@@ -221,6 +221,9 @@ impl Vmm {
         if self.once("crash-before-commit") {
             std::process::abort();
         }
+        if self.faults.join("hold-commit").exists() {
+            std::fs::write(self.faults.join("held"), "").unwrap();
+        }
         while self.faults.join("hold-commit").exists() {
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         }

@@ -70,6 +70,16 @@ impl TestNode {
         if on { std::fs::write(path, "").unwrap() } else { drop(std::fs::remove_file(path)) }
     }
 
+    /// Waits until a stand-in has left this mark.
+    pub async fn faulted(&self, name: &str) {
+        let path = self.dir.path().join("faults").join(name);
+        let end = Instant::now() + DEADLINE;
+        while !path.exists() {
+            assert!(Instant::now() < end, "no {name}\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
     /// Starts ksd and waits until it listens.
     pub async fn up(&mut self) {
         assert!(self.ksd.is_none());
