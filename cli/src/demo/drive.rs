@@ -25,7 +25,9 @@ pub fn json(args: &[&str]) -> Result<Value> {
     let all: Vec<&str> = std::iter::once("--json").chain(args.iter().copied()).collect();
     let text = ok(&all)?;
     let last = text.lines().last().unwrap_or_default();
-    serde_json::from_str(&text).or_else(|_| serde_json::from_str(last)).with_context(|| format!("ks {} did not print JSON: {text}", args.join(" ")))
+    serde_json::from_str(&text)
+        .or_else(|_| serde_json::from_str(last))
+        .with_context(|| format!("ks {} did not print JSON: {text}", args.join(" ")))
 }
 
 /// One call whose progress the person sees.

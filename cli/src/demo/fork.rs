@@ -32,11 +32,18 @@ pub fn run(keep: bool) -> Result<()> {
     let fork_s = t.elapsed().as_secs_f64();
     say(&format!("three children answered after {fork_s:.2} s"));
     sh(&kids[0], "echo only here > /workspace/written-in-a")?;
-    let present = kids.iter().map(|k| Ok(sh(k, "test -e /workspace/written-in-a && echo yes || echo no")? == "yes")).collect::<Result<Vec<bool>>>()?;
-    let isolated = present == [true, false, false] && sh(&parent, "test -e /workspace/written-in-a && echo yes || echo no")? == "no";
+    let present = kids
+        .iter()
+        .map(|k| Ok(sh(k, "test -e /workspace/written-in-a && echo yes || echo no")? == "yes"))
+        .collect::<Result<Vec<bool>>>()?;
+    let isolated =
+        present == [true, false, false] && sh(&parent, "test -e /workspace/written-in-a && echo yes || echo no")? == "no";
     let mut remember = true;
     for k in &kids {
-        remember &= sh(k, "touch /workspace/ask; i=0; while [ ! -e /workspace/answer ] && [ $i -lt 100 ]; do i=$((i+1)); sleep 0.1; done; cat /workspace/answer")? == number;
+        remember &= sh(
+            k,
+            "touch /workspace/ask; i=0; while [ ! -e /workspace/answer ] && [ $i -lt 100 ]; do i=$((i+1)); sleep 0.1; done; cat /workspace/answer",
+        )? == number;
     }
     let mut shared = Vec::new();
     for (what, line) in OWN {
@@ -51,8 +58,16 @@ pub fn run(keep: bool) -> Result<()> {
     let mut text = format!("ks demo fork: {parent} and three children\n");
     writeln!(text, "  all three answered            after {fork_s:.2} s")?;
     writeln!(text, "  a file written in A           {}", if isolated { "is absent in B, C and the parent" } else { "LEAKED" })?;
-    writeln!(text, "  the parent's process goes on  {}", if remember { "in each child, with its memory" } else { "NOT in every child" })?;
-    writeln!(text, "  entropy, uuid, ids, hostname  {}", if shared.is_empty() { "all differ".to_owned() } else { format!("SHARED: {shared:?}") })?;
+    writeln!(
+        text,
+        "  the parent's process goes on  {}",
+        if remember { "in each child, with its memory" } else { "NOT in every child" }
+    )?;
+    writeln!(
+        text,
+        "  entropy, uuid, ids, hostname  {}",
+        if shared.is_empty() { "all differ".to_owned() } else { format!("SHARED: {shared:?}") }
+    )?;
     writeln!(text, "  lineage                       {}", if lineage { "recorded" } else { "MISSING" })?;
     let path = report::write("demo-fork", &figures, &text)?;
     eprint!("\n{text}");

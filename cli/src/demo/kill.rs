@@ -11,7 +11,13 @@ use std::time::Instant;
 /// The agent's log as (nonce, seconds, text) lines.
 fn log(session: &str) -> Result<Vec<(String, f64, String)>> {
     let text = sh(session, "cat /workspace/demo/agent.log")?;
-    Ok(text.lines().filter_map(|l| { let mut p = l.splitn(3, ' '); Some((p.next()?.to_owned(), p.next()?.parse().ok()?, p.next()?.to_owned())) }).collect())
+    Ok(text
+        .lines()
+        .filter_map(|l| {
+            let mut p = l.splitn(3, ' ');
+            Some((p.next()?.to_owned(), p.next()?.parse().ok()?, p.next()?.to_owned()))
+        })
+        .collect())
 }
 
 /// The last step that a log says is done.
@@ -19,7 +25,13 @@ fn steps(log: &[(String, f64, String)]) -> u64 {
     log.iter().filter_map(|(_, _, t)| t.strip_prefix("step ")?.split(' ').next()?.parse().ok()).max().unwrap_or(0)
 }
 
-struct Crash { at_step: u64, interruption_s: f64, lost_steps: u64, lost_s: f64, recorded: Value }
+struct Crash {
+    at_step: u64,
+    interruption_s: f64,
+    lost_steps: u64,
+    lost_s: f64,
+    recorded: Value,
+}
 
 /// Runs the demonstration; fails when the session, its process or the work is not what it was.
 pub fn run(pace: f64, keep: bool) -> Result<()> {
@@ -36,7 +48,10 @@ pub fn run(pace: f64, keep: bool) -> Result<()> {
     std::fs::remove_dir_all(&dir).ok();
     let crash = crash(&name)?;
     say("it goes on; waiting for the agent to finish");
-    let finished = wait("the agent finishes", 300, || { let l = log(&name)?; Ok(l.iter().any(|(_, _, t)| t == "finished").then_some(l)) })?;
+    let finished = wait("the agent finishes", 300, || {
+        let l = log(&name)?;
+        Ok(l.iter().any(|(_, _, t)| t == "finished").then_some(l))
+    })?;
     let verdict = verdict(&name, &finished)?;
     let figures = json!({
         "session": name, "killed_after_step": crash.at_step, "interruption_s": crash.interruption_s, "lost_steps": crash.lost_steps,
@@ -57,11 +72,19 @@ pub fn run(pace: f64, keep: bool) -> Result<()> {
 
 /// Lets the agent work, takes a checkpoint, lets it work on, then kills VM and daemon.
 fn crash(name: &str) -> Result<Crash> {
-    let reach = |n: u64| wait(&format!("step {n}"), 180, || { let l = log(name)?; Ok((steps(&l) >= n).then_some(l)) });
+    let reach = |n: u64| {
+        wait(&format!("step {n}"), 180, || {
+            let l = log(name)?;
+            Ok((steps(&l) >= n).then_some(l))
+        })
+    };
     reach(3)?;
     let c = json(&["checkpoint", name, "-m", "in the middle of the work"])?;
     let checkpoint_unix = c["created_unix_ms"].as_f64().unwrap_or(0.0) / 1000.0;
-    say(&format!("checkpoint taken in the middle of the work, guest stopped for {:.0} ms", c["pause_us"].as_f64().unwrap_or(0.0) / 1000.0));
+    say(&format!(
+        "checkpoint taken in the middle of the work, guest stopped for {:.0} ms",
+        c["pause_us"].as_f64().unwrap_or(0.0) / 1000.0
+    ));
     let before = reach(steps(&log(name)?) + 2)?;
     let at_step = steps(&before);
     say(&format!("step {at_step} is done: SIGKILL to the VM and to the daemon"));
@@ -73,10 +96,22 @@ fn crash(name: &str) -> Result<Crash> {
     let after = steps(&log(name)?);
     let recorded = json(&["show", name])?["last_interruption"].clone();
     say(&format!("the session answers again after {interruption_s:.2} s"));
-    Ok(Crash { at_step, interruption_s, lost_steps: at_step.saturating_sub(after), lost_s: (unix - checkpoint_unix).max(0.0), recorded })
+    Ok(Crash {
+        at_step,
+        interruption_s,
+        lost_steps: at_step.saturating_sub(after),
+        lost_s: (unix - checkpoint_unix).max(0.0),
+        recorded,
+    })
 }
 
-struct Verdict { doctor: bool, tests: bool, fsck: bool, commits: u64, same_process: bool }
+struct Verdict {
+    doctor: bool,
+    tests: bool,
+    fsck: bool,
+    commits: u64,
+    same_process: bool,
+}
 impl Verdict {
     fn good(&self) -> bool {
         // One commit at the start, one for the new version, one for each of the 12 files.

@@ -9,7 +9,9 @@ use std::path::PathBuf;
 pub fn conditions() -> Result<Value> {
     let node = drive::json(&["doctor"]).unwrap_or(Value::Null);
     let read = |p: &str| std::fs::read_to_string(p).unwrap_or_default();
-    let model = read("/proc/cpuinfo").lines().find_map(|l| l.strip_prefix("model name").map(|r| r.trim_start_matches([' ', '\t', ':']).to_owned()));
+    let model = read("/proc/cpuinfo")
+        .lines()
+        .find_map(|l| l.strip_prefix("model name").map(|r| r.trim_start_matches([' ', '\t', ':']).to_owned()));
     let memory = read("/proc/meminfo").lines().find_map(|l| l.strip_prefix("MemTotal:").map(|r| r.trim().to_owned()));
     Ok(json!({
         "cpus": std::thread::available_parallelism().map_or(0, usize::from),
@@ -27,7 +29,8 @@ pub fn write(name: &str, figures: &Value, text: &str) -> Result<PathBuf> {
     let dir = reports_dir();
     std::fs::create_dir_all(&dir).with_context(|| format!("making {}", dir.display()))?;
     let secs = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let whole = json!({ "schema": format!("ks.report.{name}.v1"), "unix_s": secs, "conditions": conditions()?, "figures": figures });
+    let whole =
+        json!({ "schema": format!("ks.report.{name}.v1"), "unix_s": secs, "conditions": conditions()?, "figures": figures });
     std::fs::write(dir.join(format!("{name}-{secs}.json")), serde_json::to_vec_pretty(&whole)?).context("writing the report")?;
     let path = dir.join(format!("{name}-{secs}.txt"));
     std::fs::write(&path, text).context("writing the report")?;
