@@ -55,7 +55,7 @@ pub fn run(o: &Options) -> Result<()> {
         let t = Instant::now();
         shown(&["fork", &point, "-n", &FORKS.to_string()])?;
         fork.push(t.elapsed().as_secs_f64());
-        let kids: Vec<String> = json(&["ls"])?
+        let kids: Vec<String> = json(&["ls"])?["sessions"]
             .as_array()
             .cloned()
             .unwrap_or_default()

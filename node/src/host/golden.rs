@@ -1,6 +1,6 @@
 //! Golden checkpoints: an image is booted once per shape, warmed, frozen and captured; sessions start from that.
 
-use super::guest::HELLO_BOOTED;
+use super::guest::{GuestInfo, HELLO_BOOTED};
 use super::image::image_dir;
 use super::launch;
 use super::upload::Sink;
@@ -29,6 +29,9 @@ const WARM: [&[&str]; 7] = [
     &["sh", "-c", "ls / >/dev/null; cat /etc/passwd >/dev/null"],
     &["tar", "--version"],
 ];
+
+/// How long a booted guest may take to change over to its final clock source.
+const CLOCK_SETTLES: Duration = Duration::from_secs(60);
 
 type Key = (String, u64, u16, String);
 
@@ -129,8 +132,21 @@ async fn make(node: &Arc<Node>, shape: &Shape, steps: &Steps) -> Result<Checkpoi
     result
 }
 
+/// The guest's greeting once its clock is the TSC, or the last one before the deadline: a kernel that boots quickly begins
+/// with `tsc-early` and changes over a second later.
+async fn settled(vm: &Arc<LiveVm>) -> Result<GuestInfo, ApiError> {
+    let deadline = tokio::time::Instant::now() + CLOCK_SETTLES;
+    loop {
+        let info = vm.guest.hello(HELLO_BOOTED).await?;
+        if info.clocksource == "tsc" || tokio::time::Instant::now() > deadline {
+            return Ok(info);
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+}
+
 async fn capture(vm: &Arc<LiveVm>, steps: &Steps) -> Result<CheckpointId, ApiError> {
-    let info = vm.guest.hello(HELLO_BOOTED).await?;
+    let info = settled(vm).await?;
     if info.clocksource != "tsc" {
         let why =
             format!("the guest's clocksource is {:?}, whose clock would jump at a restore; it must be tsc", info.clocksource);

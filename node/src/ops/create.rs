@@ -52,11 +52,25 @@ pub async fn apply(node: &Arc<Node>, command: Command) -> Result<ks_raft::Respon
     done.unwrap_or_else(|e| Err(ApiError::new("internal", "writing the node's state", e.to_string(), "report this")))
 }
 
+/// The first session of a node makes the default image; others that come meanwhile wait for it.
+async fn first_image(node: &Arc<Node>, steps: &Steps) -> Result<(), ApiError> {
+    static ONE: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
+    let _one = ONE.lock().await;
+    if image::find(node, image::DEFAULT).is_err() {
+        steps.step("making the default image (once on a node, about a minute)", 0, 0);
+        image::make(node, image::DEFAULT, vec!["build".to_owned()], steps).await?;
+    }
+    Ok(())
+}
+
 /// Makes a session and waits until it runs. When the caller goes away meanwhile, nothing of it stays.
 ///
 /// # Errors
 /// What was refused; nothing of it stays.
 pub async fn create(node: &Arc<Node>, c: CreateSession, steps: &Steps) -> Result<Session, ApiError> {
+    if c.image.as_deref().is_none_or(|i| i == image::DEFAULT) {
+        first_image(node, steps).await?;
+    }
     let shape = shape(node, &c)?;
     let taken = |n: &str| node.state.read().sessions.values().any(|s| !s.tombstone && s.name.as_str() == n);
     if let Some(n) = c.name.as_ref().filter(|n| taken(n.as_str())) {
