@@ -323,9 +323,12 @@ pub struct Events {
 pub enum Image {
     /// Build an image from the distribution's packages
     Build {
-        /// Name of the image
-        #[arg(long, default_value = "default")]
-        name: String,
+        /// Name of the image; else that of the profile's default image: default or soft
+        #[arg(long)]
+        name: Option<String>,
+        /// general, or soft for software KVM
+        #[arg(long, value_parser = ["general", "soft"], default_value = "general")]
+        profile: String,
         /// A kernel (vmlinux or bzImage) instead of the distribution's
         #[arg(long, value_name = "FILE")]
         kernel: Option<PathBuf>,
@@ -343,6 +346,9 @@ pub enum Image {
         /// A kernel (vmlinux or bzImage)
         #[arg(long, value_name = "FILE")]
         kernel: Option<PathBuf>,
+        /// general, or soft for software KVM
+        #[arg(long, value_parser = ["general", "soft"], default_value = "general")]
+        profile: String,
     },
     /// List images
     Ls,

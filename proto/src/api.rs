@@ -409,10 +409,12 @@ pub struct ExecStart {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ImageBuild {
-    /// Image name; "" is `default`.
+    /// Image name; "" is that of the profile's default image: `default` or `soft`.
     pub name: String,
     /// A kernel file instead of the distribution's.
     pub kernel: Option<String>,
+    /// `general` or `soft` (software KVM); "" is `general`.
+    pub profile: String,
 }
 
 /// Import an image.
@@ -427,6 +429,8 @@ pub struct ImageImport {
     pub root_dir: Option<String>,
     /// Kernel file (vmlinux or bzImage).
     pub kernel: Option<String>,
+    /// `general` or `soft` (software KVM); "" is `general`.
+    pub profile: String,
 }
 
 /// An image as listed.
@@ -440,6 +444,9 @@ pub struct Image {
     pub id: String,
     /// Kernel release or file name.
     pub kernel: String,
+    /// `general` or `soft`: which engines it is for.
+    #[serde(default)]
+    pub profile: String,
     /// Root disk size and bytes in use.
     pub disk_bytes: u64,
     /// See `disk_bytes`.

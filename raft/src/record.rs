@@ -120,6 +120,9 @@ pub struct ImageRecord {
     pub kernel: String,
     /// Recommended kernel command line.
     pub cmdline: String,
+    /// `general` or `soft`: which engines it is for. Records of earlier versions have none, which is `general`.
+    #[serde(default)]
+    pub profile: String,
     /// Root disk, bytes.
     pub disk_bytes: u64,
     /// Bytes in use.

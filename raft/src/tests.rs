@@ -21,6 +21,7 @@ fn image(name: &str, id: ImageId) -> Command {
         id,
         kernel: "6.1".into(),
         cmdline: String::new(),
+        profile: String::new(),
         disk_bytes: 1,
         disk_used_bytes: 1,
         disk: CheckpointId(id.0),

@@ -14,16 +14,18 @@ use std::path::{Path, PathBuf};
 pub async fn run(ctx: &Ctx, verb: Image) -> Res<u8> {
     let node = Node::find(ctx)?;
     match verb {
-        Image::Build { name, kernel } => {
-            let body = api::ImageBuild { name: checked(&name)?, kernel: path(kernel.as_deref())? };
+        Image::Build { name, profile, kernel } => {
+            let name = name.unwrap_or_else(|| default_name(&profile).to_owned());
+            let body = api::ImageBuild { name: checked(&name)?, kernel: path(kernel.as_deref())?, profile };
             made(ctx, node.call("/v1/images/build", &body, &mut ctx.bar()).await?, &name)
         }
-        Image::Import { name, oci, root, kernel } => {
+        Image::Import { name, oci, root, kernel, profile } => {
             let body = api::ImageImport {
                 name: checked(&name)?,
                 oci: path(oci.as_deref())?,
                 root_dir: path(root.as_deref())?,
                 kernel: path(kernel.as_deref())?,
+                profile,
             };
             made(ctx, node.call("/v1/images/import", &body, &mut ctx.bar()).await?, &name)
         }
@@ -34,6 +36,11 @@ pub async fn run(ctx: &Ctx, verb: Image) -> Res<u8> {
             Ok(0)
         }
     }
+}
+
+/// The image that sessions on engines of this profile get when they name none.
+fn default_name(profile: &str) -> &'static str {
+    if profile == "soft" { "soft" } else { "default" }
 }
 
 fn checked(name: &str) -> Res<String> {
@@ -68,6 +75,7 @@ async fn ls(ctx: &Ctx, node: &Node) -> Res<u8> {
         let mut t = Table::new(&[
             ("NAME", Align::Left),
             ("ID", Align::Left),
+            ("PROFILE", Align::Left),
             ("KERNEL", Align::Left),
             ("DISK", Align::Right),
             ("USED", Align::Right),
@@ -78,6 +86,7 @@ async fn ls(ctx: &Ctx, node: &Node) -> Res<u8> {
             t.row(vec![
                 i.name.clone(),
                 id,
+                clean(&i.profile),
                 clean(&i.kernel),
                 human::mib(i.disk_bytes),
                 human::mib(i.disk_used_bytes),

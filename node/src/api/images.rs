@@ -29,7 +29,13 @@ pub async fn remove(State(app): State<App>, Path(name): Path<String>) -> Answere
 pub async fn build(State(app): State<App>, Input(b): Input<ImageBuild>) -> Response {
     let mut args = vec!["build".to_owned()];
     args.extend(b.kernel.iter().flat_map(|k| ["--kernel".to_owned(), k.clone()]));
-    long(move |steps| async move { image::make(&app.node, &b.name, args, &steps).await })
+    let profile = match image::profile(&b.profile) {
+        Ok(p) => p,
+        Err(e) => return Refused(e).into_response(),
+    };
+    args.extend(["--profile".to_owned(), profile.to_owned()]);
+    let name = if b.name.is_empty() { image::default_for(profile).to_owned() } else { b.name };
+    long(move |steps| async move { image::make(&app.node, &name, args, &steps).await })
 }
 
 pub async fn import(State(app): State<App>, Needed(i): Needed<ImageImport>) -> Response {
@@ -45,5 +51,9 @@ pub async fn import(State(app): State<App>, Needed(i): Needed<ImageImport>) -> R
     let mut args = vec!["import".to_owned()];
     args.extend(source);
     args.extend(i.kernel.iter().flat_map(|k| ["--kernel".to_owned(), k.clone()]));
+    match image::profile(&i.profile) {
+        Ok(p) => args.extend(["--profile".to_owned(), p.to_owned()]),
+        Err(e) => return Refused(e).into_response(),
+    }
     long(move |steps| async move { image::make(&app.node, &i.name, args, &steps).await })
 }

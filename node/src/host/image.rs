@@ -1,5 +1,6 @@
 //! Images: made by `ks-image`, then taken into the chunk store; kernel and initramfs stay as files.
 
+use super::engine::EngineChoice;
 use super::files::random;
 use super::process::libexec;
 use super::vm::store_error;
@@ -17,6 +18,50 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt};
 /// The image that sessions get when none is named.
 pub const DEFAULT: &str = "default";
 
+/// Profile of an image for every engine but software KVM, and of images that say none.
+const GENERAL: &str = "general";
+/// Profile of an image for software KVM, and the name of its default image.
+pub const SOFT: &str = "soft";
+
+/// The profile called `text`; "" is `general`.
+///
+/// # Errors
+/// `usage` for others.
+pub fn profile(text: &str) -> Result<&'static str, ApiError> {
+    match text {
+        "" | GENERAL => Ok(GENERAL),
+        SOFT => Ok(SOFT),
+        other => {
+            let why = format!("{other:?} is not general or soft");
+            Err(ApiError::new("usage", "the image's profile", why, "use --profile general or soft"))
+        }
+    }
+}
+
+/// The image that a session gets when none is named, by the profile of its engine or of images for it.
+pub fn default_for(profile: &str) -> &'static str {
+    if profile == SOFT { SOFT } else { DEFAULT }
+}
+
+/// Checks that `image` is made for `engine`: on software KVM the distribution's kernel does not come up in a time that
+/// anybody waits for, and the kernel for it lacks what other engines need.
+///
+/// # Errors
+/// `incompatible`, with the image to take instead.
+pub fn check_fits(image: &ImageRecord, engine: &EngineChoice) -> Result<(), ApiError> {
+    let is = if image.profile.is_empty() { GENERAL } else { image.profile.as_str() };
+    let needs = if engine.profile == SOFT { SOFT } else { GENERAL };
+    if is == needs {
+        return Ok(());
+    }
+    let why = format!("it has the profile {is}, and the {} engine ({}) needs one of {needs}", engine.engine, engine.profile);
+    let next = match needs {
+        SOFT => "leave --image out, use --engine qemu, or build one: ks image build --profile soft",
+        _ => "leave --image out, or use --engine kvm on a host with software KVM",
+    };
+    Err(ApiError::new("incompatible", format!("image {} does not fit the engine", image.name), why, next))
+}
+
 /// Bytes between two steps that are told while a disk is stored.
 const PROGRESS_BYTES: u64 = 64 << 20;
 
@@ -33,6 +78,8 @@ struct Info {
     kernel_release: String,
     #[serde(default)]
     cmdline: String,
+    #[serde(default)]
+    profile: String,
     root: Option<Root>,
 }
 
@@ -145,6 +192,7 @@ fn take_in_now(node: &Arc<Node>, name: &str, dir: &Path, steps: &Steps) -> Resul
         id,
         kernel: info.kernel_release,
         cmdline: info.cmdline,
+        profile: profile(&info.profile)?.to_owned(),
         disk_bytes,
         disk_used_bytes: info.root.map_or(0, |r| r.used_bytes),
         disk: taken.id,
@@ -206,6 +254,7 @@ pub fn listed(node: &Node, i: &ImageRecord) -> Image {
         name: i.name.clone(),
         id: i.id.to_hex(),
         kernel: i.kernel.clone(),
+        profile: if i.profile.is_empty() { GENERAL.to_owned() } else { i.profile.clone() },
         disk_bytes: i.disk_bytes,
         disk_used_bytes: i.disk_used_bytes,
         golden,
@@ -219,8 +268,57 @@ pub fn listed(node: &Node, i: &ImageRecord) -> Image {
 pub fn find(node: &Node, name: &str) -> Result<ImageRecord, ApiError> {
     node.state.read().images.get(name).cloned().ok_or_else(|| {
         let why = format!("there is no image {name:?} on this node");
-        let next =
-            if name == DEFAULT { "make it: ks image build (about two minutes)" } else { "ks image ls shows what there is" };
+        let next = match name {
+            DEFAULT => "make it: ks image build (about two minutes)",
+            SOFT => "make it: ks image build --profile soft (it compiles a kernel, about ten minutes)",
+            _ => "ks image ls shows what there is",
+        };
         ApiError::new("not-found", "the image is not there", why, next)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ks_proto::manifest::EngineKind;
+
+    fn engine(engine: EngineKind, profile: &str) -> EngineChoice {
+        EngineChoice { engine, profile: profile.into(), version: String::new(), why: String::new() }
+    }
+    fn image(profile: &str) -> ImageRecord {
+        ImageRecord {
+            name: "i".into(),
+            id: ImageId([0; 32]),
+            kernel: String::new(),
+            cmdline: String::new(),
+            profile: profile.into(),
+            disk_bytes: 0,
+            disk_used_bytes: 0,
+            disk: ks_proto::CheckpointId([0; 32]),
+            created_unix_ms: 0,
+        }
+    }
+
+    #[test]
+    fn software_kvm_takes_soft_images_only_and_other_engines_take_none_of_them() {
+        let (soft, hardware, tcg) =
+            (engine(EngineKind::Kvm, "soft"), engine(EngineKind::Kvm, "hardware"), engine(EngineKind::Qemu, "tcg"));
+        for (profile, fits) in [("soft", [true, false, false]), ("general", [false, true, true]), ("", [false, true, true])] {
+            for (e, fits) in [&soft, &hardware, &tcg].into_iter().zip(fits) {
+                let got = check_fits(&image(profile), e);
+                assert_eq!(got.is_ok(), fits, "{profile:?} on {}: {got:?}", e.profile);
+            }
+        }
+        let refused = check_fits(&image(""), &soft).unwrap_err();
+        assert_eq!(refused.code, "incompatible");
+        assert!(refused.next.contains("ks image build --profile soft"), "{refused}");
+        assert_eq!([default_for("soft"), default_for("tcg"), default_for("hardware")], ["soft", "default", "default"]);
+    }
+
+    #[test]
+    fn profiles_are_checked_and_none_is_general() {
+        assert_eq!(profile("").unwrap(), "general");
+        assert_eq!(profile("soft").unwrap(), "soft");
+        assert_eq!(profile("Soft").unwrap_err().code, "usage");
+    }
 }

@@ -206,10 +206,10 @@ mod tests {
 
     fn image(n: u32) -> Command {
         let (id, disk) = (ks_proto::ImageId([1; 32]), ks_proto::CheckpointId([2; 32]));
-        let (kernel, cmdline) = (String::new(), String::new());
+        let (kernel, cmdline, profile) = (String::new(), String::new(), String::new());
         let name = format!("i{n}");
-        let image =
-            ImageRecord { name, id, kernel, cmdline, disk_bytes: 1, disk_used_bytes: 1, disk, created_unix_ms: u64::from(n) };
+        let created_unix_ms = u64::from(n);
+        let image = ImageRecord { name, id, kernel, cmdline, profile, disk_bytes: 1, disk_used_bytes: 1, disk, created_unix_ms };
         Command::PutImage { image }
     }
 

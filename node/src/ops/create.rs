@@ -1,6 +1,7 @@
 //! Making a session: a fork of its image's golden checkpoint.
 
 use super::{describe, names};
+use crate::host::engine::EngineChoice;
 use crate::host::golden::{self, Shape};
 use crate::host::session::{First, SessionHandle, start};
 use crate::host::{clock, files, image};
@@ -14,6 +15,8 @@ use std::sync::Arc;
 
 /// Memory of a session that does not say, MiB.
 pub const MEMORY_MIB: u64 = 2048;
+/// The same on software KVM, where a boot touches every page at a cost.
+pub const SOFT_MEMORY_MIB: u64 = 512;
 /// Seconds between cadence checkpoints of a session that does not say.
 pub const CADENCE_S: u64 = 60;
 
@@ -21,8 +24,16 @@ fn usage(what: &str, why: String, next: &str) -> ApiError {
     ApiError::new("usage", what, why, next)
 }
 
+fn engine_of(node: &Node, c: &CreateSession) -> Result<EngineChoice, ApiError> {
+    match c.engine.as_deref() {
+        None | Some("auto" | "") => node.engine.clone(),
+        Some(wanted) => node.facts.choose(wanted),
+    }
+}
+
 fn shape(node: &Node, c: &CreateSession) -> Result<Shape, ApiError> {
-    let memory_mib = c.memory_mib.unwrap_or(MEMORY_MIB);
+    let engine = engine_of(node, c)?;
+    let memory_mib = c.memory_mib.unwrap_or(if engine.profile == image::SOFT { SOFT_MEMORY_MIB } else { MEMORY_MIB });
     if !(128..=1 << 20).contains(&memory_mib) || !memory_mib.is_multiple_of(2) {
         return Err(usage(
             "the memory size",
@@ -34,11 +45,8 @@ fn shape(node: &Node, c: &CreateSession) -> Result<Shape, ApiError> {
     if !(1..=64).contains(&vcpus) {
         return Err(usage("the number of CPUs", format!("{vcpus} is not from 1 to 64"), "use --vcpus 1"));
     }
-    let engine = match c.engine.as_deref() {
-        None | Some("auto" | "") => node.engine.clone()?,
-        Some(wanted) => node.facts.choose(wanted)?,
-    };
-    let image = image::find(node, c.image.as_deref().unwrap_or(image::DEFAULT))?;
+    let image = image::find(node, c.image.as_deref().unwrap_or(image::default_for(&engine.profile)))?;
+    image::check_fits(&image, &engine)?;
     Ok(Shape { image, memory_mib, vcpus, engine })
 }
 
@@ -68,7 +76,8 @@ async fn first_image(node: &Arc<Node>, steps: &Steps) -> Result<(), ApiError> {
 /// # Errors
 /// What was refused; nothing of it stays.
 pub async fn create(node: &Arc<Node>, c: CreateSession, steps: &Steps) -> Result<Session, ApiError> {
-    if c.image.as_deref().is_none_or(|i| i == image::DEFAULT) {
+    let profile = engine_of(node, &c)?.profile;
+    if profile != image::SOFT && c.image.as_deref().is_none_or(|i| i == image::DEFAULT) {
         first_image(node, steps).await?;
     }
     let shape = shape(node, &c)?;

@@ -86,7 +86,10 @@ fn image(node: &Node) -> Check {
     let state = node.state.read();
     let names: Vec<&str> = state.images.keys().map(String::as_str).collect();
     let detail = if names.is_empty() { "none yet".to_owned() } else { names.join(", ") };
-    check("images", state.images.contains_key(crate::host::image::DEFAULT), detail, "ks image build (about two minutes)")
+    let wanted = crate::host::image::default_for(node.engine.as_ref().map_or("", |e| e.profile.as_str()));
+    let fix =
+        if wanted == crate::host::image::SOFT { "ks image build --profile soft" } else { "ks image build (about two minutes)" };
+    check("images", state.images.contains_key(wanted), detail, fix)
 }
 
 fn store(node: &Node) -> Check {
