@@ -4,6 +4,9 @@ use super::bench::{CHUNK, How, Vm, rebuild, same};
 use super::*;
 use proptest::prelude::*;
 
+/// Memory and disk.
+type Bytes = (Vec<u8>, Vec<u8>);
+
 const MEMORY: u64 = 12;
 const DISK: u64 = 8;
 
@@ -44,7 +47,7 @@ struct World {
     node: MemoryNode,
     vm: Vm,
     now: (Vec<u8>, Vec<u8>),
-    stored: Option<(String, (Vec<u8>, Vec<u8>))>,
+    stored: Option<(String, Bytes)>,
 }
 
 impl World {
