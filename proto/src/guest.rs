@@ -67,8 +67,16 @@ pub enum GuestRequest {
     Logs { lines: u32 },
     /// Self-checks: clock, disk, memory, entropy, network, tmux. `wall_unix_ns` is the host's clock.
     Doctor { wall_unix_ns: u64 },
-    /// Sizes and hashes of all regular files of the root disk below `path` (NDJSON [`FileEntry`] follow the answer).
-    ListFiles { path: String },
+    /// All regular files and links of the root disk below `path` (NDJSON [`FileEntry`] follow the answer); with `paths`
+    /// only these, in their order, without those that are not there. Without `hash` no file is opened: entries have
+    /// no hash, but for names that are not UTF-8, which could not be asked for in `paths`.
+    ListFiles {
+        path: String,
+        #[serde(default = "yes")]
+        hash: bool,
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        paths: Vec<String>,
+    },
     /// Flush file systems; answered when done.
     Sync {},
     /// Power off: user processes get SIGTERM, then file systems are synced.
@@ -109,10 +117,24 @@ pub struct FileEntry {
     pub path: String,
     /// Size in bytes.
     pub bytes: u64,
-    /// BLAKE3 of the contents, hex ("" for what cannot be read); for links the target's text.
+    /// BLAKE3 of the contents, hex ("" for what cannot be read or was not asked for); for links the target's text.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub hash: String,
     /// Unix mode.
     pub mode: u32,
+    /// Last change of the contents, Unix nanoseconds (0 from an agent that does not tell).
+    #[serde(default)]
+    pub mtime_ns: i64,
+    /// Last change of the inode, Unix nanoseconds (0 from an agent that does not tell).
+    #[serde(default)]
+    pub ctime_ns: i64,
+    /// Inode number (0 from an agent that does not tell).
+    #[serde(default)]
+    pub ino: u64,
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// Frames of exec and attach: type(1) length(4, little endian) payload.
@@ -188,6 +210,14 @@ impl ExecFrame {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn listings_of_older_ends_are_understood() {
+        let asked: GuestRequest = serde_json::from_str(r#"{"op":"list-files","path":"/"}"#).unwrap();
+        assert!(matches!(asked, GuestRequest::ListFiles { hash: true, paths, .. } if paths.is_empty()));
+        let told: FileEntry = serde_json::from_str(r#"{"path":"/a","bytes":1,"hash":"h","mode":33188}"#).unwrap();
+        assert_eq!((told.hash.as_str(), told.mtime_ns, told.ctime_ns, told.ino), ("h", 0, 0, 0));
+    }
 
     #[test]
     fn exec_frames_round_trip_and_refuse_other_shapes() {

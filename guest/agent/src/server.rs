@@ -60,7 +60,7 @@ async fn dispatch(agent: Arc<Agent>, request: GuestRequest, reader: Reader, mut 
         }
         GuestRequest::PutTar { path } => files::put(&agent, &path, reader, &mut writer).await,
         GuestRequest::GetTar { path } => files::get(&path, &mut writer).await,
-        GuestRequest::ListFiles { path } => files::list(&path, &mut writer).await,
+        GuestRequest::ListFiles { path, hash, paths } => files::list(&path, hash, paths, &mut writer).await,
         GuestRequest::Logs { lines } => match tmux::logs(&agent, lines).await {
             Ok(text) => {
                 wire::write_answer(&mut writer, &GuestAnswer::Ok {}).await?;

@@ -17,6 +17,8 @@ pub const HELLO_RESTORED: Duration = Duration::from_secs(30);
 pub const HELLO_BOOTED: Duration = Duration::from_secs(300);
 /// Lines of one listing at most.
 const LISTING_LINES_MAX: usize = 2_000_000;
+/// Bytes of paths in one request: JSON makes at most six of one.
+const BATCH_BYTES_MAX: usize = MESSAGE_BYTES_MAX / 8;
 
 /// Who the guest is.
 #[derive(Debug, Clone, Default)]
@@ -208,17 +210,35 @@ impl Guest {
         }
     }
 
-    /// All files below `path`, with sizes and hashes.
+    /// All files below `path`, with sizes and times; hashes only as [`GuestRequest::ListFiles`] says.
     ///
     /// # Errors
     /// As [`Self::open`]; a listing that is cut short is an error.
     pub async fn list_files(&self, path: &str, deadline: Duration) -> Result<Vec<FileEntry>, ApiError> {
-        let (_, s) = self.open(&GuestRequest::ListFiles { path: path.to_owned() }, SHORT).await?;
+        let request = GuestRequest::ListFiles { path: path.to_owned(), hash: false, paths: vec![] };
+        self.listing(&request, LISTING_LINES_MAX, deadline).await
+    }
+
+    /// The entries of these files, with hashes; those that are not there are left out.
+    ///
+    /// # Errors
+    /// As [`Self::list_files`].
+    pub async fn hash_files(&self, paths: &[String], deadline: Duration) -> Result<Vec<FileEntry>, ApiError> {
+        let mut out = Vec::with_capacity(paths.len());
+        for batch in batches(paths) {
+            let request = GuestRequest::ListFiles { path: "/".into(), hash: true, paths: batch.to_vec() };
+            out.extend(self.listing(&request, batch.len(), deadline).await?);
+        }
+        Ok(out)
+    }
+
+    async fn listing(&self, request: &GuestRequest, lines_max: usize, deadline: Duration) -> Result<Vec<FileEntry>, ApiError> {
+        let (_, s) = self.open(request, SHORT).await?;
         let read = async {
-            let mut lines = tokio::io::BufReader::new(s).lines();
+            let mut lines = tokio::io::BufReader::with_capacity(64 * 1024, s).lines();
             let mut out = Vec::new();
             while let Some(line) = lines.next_line().await? {
-                if out.len() >= LISTING_LINES_MAX || line.len() > MESSAGE_BYTES_MAX {
+                if out.len() >= lines_max || line.len() > MESSAGE_BYTES_MAX {
                     return Err(io::Error::other("the listing is above its limits"));
                 }
                 out.push(serde_json::from_str::<FileEntry>(&line)?);
@@ -275,6 +295,23 @@ impl Guest {
             Err(_) => Err(self.silent("exec", format!("not done in {} s", deadline.as_secs()))),
         }
     }
+}
+
+/// Pure: runs of paths that fit a message each, whatever JSON makes of their characters.
+fn batches(paths: &[String]) -> impl Iterator<Item = &[String]> {
+    let mut rest = paths;
+    std::iter::from_fn(move || {
+        let mut bytes = 0;
+        let fits = rest.iter().take_while(|p| {
+            bytes += p.len() + 3;
+            bytes <= BATCH_BYTES_MAX
+        });
+        // One that is too long by itself goes alone and is refused by name.
+        let n = fits.count().max(1).min(rest.len());
+        let (batch, left) = rest.split_at(n);
+        rest = left;
+        (!batch.is_empty()).then_some(batch)
+    })
 }
 
 /// The answer after a PutTar's stream, as a result.
@@ -361,4 +398,25 @@ pub fn tail(path: &Path, lines: usize) -> String {
     let clean: String = text.chars().filter(|c| *c == '\n' || !c.is_control()).collect();
     let all: Vec<&str> = clean.lines().filter(|l| !l.trim().is_empty()).collect();
     all[all.len().saturating_sub(lines)..].join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_path_is_in_one_batch_and_every_batch_fits_a_message() {
+        let paths: Vec<String> = (0..5000).map(|i| format!("/{i}{}", "\u{1}".repeat(i % 300))).collect();
+        let mut joined = Vec::new();
+        for batch in batches(&paths) {
+            let request = GuestRequest::ListFiles { path: "/".into(), hash: true, paths: batch.to_vec() };
+            assert!(serde_json::to_vec(&request).unwrap().len() <= MESSAGE_BYTES_MAX);
+            joined.extend_from_slice(batch);
+        }
+        assert_eq!(joined, paths);
+        assert!(batches(&paths).count() < 10, "batches are filled");
+        assert_eq!(batches(&[]).count(), 0);
+        let huge = ["x".repeat(BATCH_BYTES_MAX + 1), "y".into()];
+        assert_eq!(batches(&huge).map(<[String]>::len).collect::<Vec<_>>(), [1, 1]);
+    }
 }

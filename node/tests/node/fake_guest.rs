@@ -16,6 +16,8 @@ use tokio_util::compat::{FuturesAsyncReadCompatExt, TokioAsyncReadCompatExt};
 #[derive(Debug, Default, Clone, Serialize, Deserialize)]
 pub struct Memory {
     pub files: BTreeMap<String, String>,
+    /// Change times of the files, Unix nanoseconds.
+    pub ctimes: BTreeMap<String, i64>,
     pub hostname: String,
     pub machine_id: String,
     pub hooks: Vec<String>,
@@ -94,18 +96,45 @@ impl FakeGuest {
                 let check = Check { name: "clock".into(), ok: true, detail: "0 ms off".into(), fix: String::new() };
                 write_message(&mut s, &GuestAnswer::Doctor { checks: vec![check] }).await
             }
-            GuestRequest::ListFiles { .. } => {
+            GuestRequest::ListFiles { hash, paths, .. } => {
                 write_message(&mut s, &ok).await?;
-                let files = self.memory.lock().unwrap().files.clone();
-                for (path, text) in files {
-                    let hash = blake3::hash(text.as_bytes()).to_hex().to_string();
-                    let line = serde_json::to_string(&FileEntry { path, bytes: text.len() as u64, hash, mode: 0o644 })?;
-                    s.write_all(format!("{line}\n").as_bytes()).await?;
-                }
+                s.write_all(self.listing(hash, &paths).as_bytes()).await?;
                 s.shutdown().await
             }
             GuestRequest::Sync {} | GuestRequest::PowerOff {} => write_message(&mut s, &ok).await,
         }
+    }
+
+    /// One entry a line; with the fault `old-agent` as an agent that knows no times and no choice. Marks `listed`.
+    fn listing(&self, hash: bool, paths: &[String]) -> String {
+        use std::io::Write;
+        let old = self.faults.join("old-agent").exists();
+        let mut log = std::fs::OpenOptions::new().create(true).append(true).open(self.faults.join("listed")).unwrap();
+        writeln!(log, "hash {hash} {}", paths.join(" ")).unwrap();
+        let m = self.memory.lock().unwrap().clone();
+        let mut out = String::new();
+        for (path, text) in m.files.iter().filter(|(p, _)| old || paths.is_empty() || paths.contains(p)) {
+            let told = if hash || old { blake3::hash(text.as_bytes()).to_hex().to_string() } else { String::new() };
+            let time = if old { 0 } else { m.ctimes[path] };
+            let entry = FileEntry {
+                path: path.clone(),
+                bytes: text.len() as u64,
+                hash: told,
+                mode: 0o644,
+                mtime_ns: time,
+                ctime_ns: time,
+                ino: u64::from(!old),
+            };
+            out += &format!("{}\n", serde_json::to_string(&entry).unwrap());
+        }
+        out
+    }
+
+    fn set(&self, path: String, text: String, age: std::time::Duration) {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+        let mut m = self.memory.lock().unwrap();
+        m.ctimes.insert(path.clone(), i64::try_from((now - age).as_nanos()).unwrap());
+        m.files.insert(path, text);
     }
 
     async fn transfer(&self, s: &mut (impl AsyncRead + AsyncWrite + Unpin), request: GuestRequest) -> std::io::Result<()> {
@@ -127,7 +156,7 @@ impl FakeGuest {
                 s.read_to_end(&mut tar).await?;
                 let answer = match untar(&tar) {
                     Some((name, text)) => {
-                        self.memory.lock().unwrap().files.insert(format!("{path}/{name}"), text);
+                        self.set(format!("{path}/{name}"), text, std::time::Duration::ZERO);
                         ok
                     }
                     None => GuestAnswer::Refused {
@@ -165,13 +194,14 @@ impl FakeGuest {
         write_message(s, &answer).await
     }
 
-    /// `set K V`, `get K`, `dump`, `cat`, `yes`, `exit N`.
+    /// `set K V`, `set-long-ago K V`, `get K`, `dump`, `cat`, `yes`, `exit N`.
     async fn exec(&self, s: &mut (impl AsyncRead + AsyncWrite + Unpin), argv: Vec<String>) -> std::io::Result<()> {
         let words: Vec<&str> = argv.iter().map(String::as_str).collect();
         let mut code = 0;
         let mut out = Vec::new();
         match words.as_slice() {
-            ["set", k, v] => drop(self.memory.lock().unwrap().files.insert((*k).into(), (*v).into())),
+            ["set", k, v] => self.set((*k).into(), (*v).into(), std::time::Duration::ZERO),
+            ["set-long-ago", k, v] => self.set((*k).into(), (*v).into(), std::time::Duration::from_secs(3600)),
             ["get", k] => match self.memory.lock().unwrap().files.get(*k) {
                 Some(v) => out = v.clone().into_bytes(),
                 None => code = 1,

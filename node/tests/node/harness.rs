@@ -70,6 +70,11 @@ impl TestNode {
         if on { std::fs::write(path, "").unwrap() } else { drop(std::fs::remove_file(path)) }
     }
 
+    /// What the stand-ins have written into this mark.
+    pub fn fault_text(&self, name: &str) -> String {
+        std::fs::read_to_string(self.dir.path().join("faults").join(name)).unwrap_or_default()
+    }
+
     /// Waits until a stand-in has left this mark.
     pub async fn faulted(&self, name: &str) {
         let path = self.dir.path().join("faults").join(name);

@@ -53,6 +53,44 @@ async fn create_exec_checkpoint_restore_and_remove() {
 }
 
 #[tokio::test]
+async fn a_diff_reads_only_files_whose_times_leave_it_open() {
+    let n = TestNode::with_image().await;
+    n.create("a").await;
+    let set = async |verb: &str, path: &str, text: &str| assert_eq!(n.exec("a", &[verb, path, text], b"").await.unwrap().0, 0);
+    for path in ["/left-alone", "/touched", "/edited", "/grown"] {
+        set("set-long-ago", path, "text").await;
+    }
+    set("set", "/just-written", "text").await;
+    let checkpoint = async || format!("c{}", n.ok("sessions/a/checkpoint", json!({})).await["number"]);
+    let from = checkpoint().await;
+    set("set", "/touched", "text").await;
+    set("set", "/edited", "TEXT").await;
+    set("set", "/grown", "text and more").await;
+    let to = checkpoint().await;
+
+    let diff = async |from: &str, to: &str| {
+        n.fault("listed", false);
+        let (steps, d) = n.call("sessions/a/diff", json!({ "from": from, "to": to })).await;
+        let d = d.unwrap();
+        let files = d["files"].as_array().unwrap().iter();
+        let changes = files.map(|f| format!("{} {}", f["path"].as_str().unwrap(), f["change"].as_str().unwrap()));
+        (changes.collect::<Vec<_>>(), n.fault_text("listed"), steps)
+    };
+    let (changes, listed, _) = diff(&from, &to).await;
+    assert_eq!(changes, ["/edited changed", "/grown changed"]);
+    let open = "hash true /edited /just-written /touched\n";
+    assert_eq!(listed, format!("hash false \nhash false \n{open}{open}"));
+
+    let (changes, listed, steps) = diff(&to, &to).await;
+    assert_eq!((changes.len(), listed.as_str(), steps.len()), (0, "", 0), "no guest is needed for that");
+
+    n.fault("old-agent", true);
+    let (changes, listed, _) = diff(&from, &to).await;
+    assert_eq!(changes, ["/edited changed", "/grown changed"]);
+    assert_eq!(listed, "hash false \nhash false \n", "an older agent told all it can at once");
+}
+
+#[tokio::test]
 async fn the_golden_checkpoint_is_made_once_for_many() {
     let n = TestNode::with_image().await;
     let make = |name: &str| {

@@ -90,13 +90,14 @@ pub async fn get(path: &str, writer: &mut Writer) -> io::Result<()> {
     }
 }
 
-/// Lists all regular files below `path` as NDJSON.
-pub async fn list(path: &str, writer: &mut Writer) -> io::Result<()> {
-    let root = match absolute(path) {
-        Ok(()) => list::Listing::open(path.as_ref()).map_err(|e| not_readable(path, e)),
+/// Lists all regular files and links below `path`, or those in `paths`, as NDJSON.
+pub async fn list(path: &str, hash: bool, paths: Vec<String>, writer: &mut Writer) -> io::Result<()> {
+    let listing = match std::iter::once(path).chain(paths.iter().map(String::as_str)).try_for_each(absolute) {
+        Ok(()) if paths.is_empty() => list::Listing::below(path.as_ref(), hash).map_err(|e| not_readable(path, e)),
+        Ok(()) => Ok(list::Listing::of(paths, hash)),
         Err(refusal) => Err(refusal),
     };
-    match root {
+    match listing {
         Ok(listing) => stream_out(writer, format!("listing {path}"), move |sink| listing.write(sink)).await,
         Err(refusal) => refuse(writer, refusal).await,
     }

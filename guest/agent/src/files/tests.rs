@@ -2,7 +2,10 @@
 
 use std::{
     io::Read as _,
-    os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink},
+    os::unix::{
+        ffi::OsStrExt as _,
+        fs::{MetadataExt as _, PermissionsExt as _, symlink},
+    },
     path::Path,
 };
 
@@ -219,11 +222,22 @@ async fn a_file_becomes_an_archive_of_one() {
 async fn what_is_not_there_is_not_found() {
     let (dir, client) = connected();
     let path = dir.path().join("none").display().to_string();
-    for request in [GuestRequest::GetTar { path: path.clone() }, GuestRequest::ListFiles { path }] {
+    for request in [GuestRequest::GetTar { path: path.clone() }, listing(path)] {
         assert_eq!(client.program(&request).await.err().as_deref(), Some("not-found"));
     }
     let relative = GuestRequest::GetTar { path: "etc".into() };
     assert_eq!(client.program(&relative).await.err().as_deref(), Some("bad-request"));
+}
+
+fn listing(path: String) -> GuestRequest {
+    GuestRequest::ListFiles { path, hash: true, paths: vec![] }
+}
+
+async fn list(client: &Client, request: &GuestRequest) -> Vec<FileEntry> {
+    let (mut reader, _writer) = client.program(request).await.unwrap();
+    let mut text = String::new();
+    within("the listing", reader.read_to_string(&mut text)).await.unwrap();
+    text.lines().map(|l| serde_json::from_str(l).unwrap()).collect()
 }
 
 #[tokio::test]
@@ -233,13 +247,48 @@ async fn a_listing_has_sizes_and_hashes_in_order() {
     std::fs::create_dir_all(root.join("b")).unwrap();
     std::fs::write(root.join("b/file"), "contents").unwrap();
     symlink("b/file", root.join("a")).unwrap();
-    let request = GuestRequest::ListFiles { path: root.display().to_string() };
-    let (mut reader, _writer) = client.program(&request).await.unwrap();
-    let mut text = String::new();
-    within("the listing", reader.read_to_string(&mut text)).await.unwrap();
-    let entries: Vec<FileEntry> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let entries = list(&client, &listing(root.display().to_string())).await;
     assert_eq!(entries.len(), 2);
     assert_eq!(entries[0].path, root.join("a").display().to_string());
     assert_eq!(entries[0].hash, blake3::hash(b"b/file").to_hex().to_string());
     assert_eq!((entries[1].bytes, entries[1].hash.as_str()), (8, blake3::hash(b"contents").to_hex().as_str()));
+}
+
+#[tokio::test]
+async fn a_listing_without_hashes_tells_times_and_inodes_and_opens_nothing() {
+    let (dir, client) = connected();
+    let root = dir.path().join("root");
+    std::fs::create_dir(&root).unwrap();
+    std::fs::write(root.join("f"), "contents").unwrap();
+    let odd = root.join(std::ffi::OsStr::from_bytes(b"odd\xff"));
+    std::fs::write(&odd, "odd").unwrap();
+    let long_ago = std::time::UNIX_EPOCH + std::time::Duration::new(1_700_000_000, 5);
+    let f = std::fs::File::options().write(true).open(root.join("f")).unwrap();
+    f.set_times(std::fs::FileTimes::new().set_accessed(long_ago).set_modified(long_ago)).unwrap();
+    drop(f);
+    let request = GuestRequest::ListFiles { path: root.display().to_string(), hash: false, paths: vec![] };
+    let entries = list(&client, &request).await;
+    let m = root.join("f").symlink_metadata().unwrap();
+    assert_eq!((m.atime(), m.atime_nsec()), (1_700_000_000, 5), "it was not read");
+    let ctime = m.ctime() * 1_000_000_000 + m.ctime_nsec();
+    let [f, odd] = &entries[..] else { panic!("{entries:?}") };
+    assert_eq!((f.bytes, f.hash.as_str(), f.mode, f.ino), (8, "", m.mode(), m.ino()));
+    assert_eq!((f.mtime_ns, f.ctime_ns), (1_700_000_000_000_000_005, ctime));
+    assert_eq!(odd.hash, blake3::hash(b"odd").to_hex().to_string(), "it cannot be asked for by name");
+}
+
+#[tokio::test]
+async fn only_what_is_asked_for_is_hashed() {
+    let (dir, client) = connected();
+    let at = |name: &str| dir.path().join(name).display().to_string();
+    for name in ["a", "b", "c"] {
+        std::fs::write(at(name), name).unwrap();
+    }
+    std::fs::create_dir(at("folder")).unwrap();
+    let ask = |paths| GuestRequest::ListFiles { path: "/".into(), hash: true, paths };
+    let entries = list(&client, &ask(vec![at("c"), at("gone"), at("folder"), at("a")])).await;
+    let got: Vec<_> = entries.iter().map(|e| (e.path.clone(), e.hash.clone())).collect();
+    assert_eq!(got, ["c", "a"].map(|n| (at(n), blake3::hash(n.as_bytes()).to_hex().to_string())));
+    let refused = client.program(&ask(vec![at("a"), "b".into()])).await.err();
+    assert_eq!(refused.as_deref(), Some("bad-request"), "a path that is not absolute");
 }
