@@ -118,7 +118,7 @@ pub struct FileEntry {
     /// Size in bytes.
     pub bytes: u64,
     /// BLAKE3 of the contents, hex ("" for what cannot be read or was not asked for); for links the target's text.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[serde(default)]
     pub hash: String,
     /// Unix mode.
     pub mode: u32,
