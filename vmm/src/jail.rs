@@ -208,6 +208,41 @@ impl Jail {
     }
 }
 
+/// For an engine inside this process: takes away what needs no other process, from this thread and all that it starts
+/// later (vCPUs, devices), and says what is in force and what is not.
+pub fn this_process() -> Vec<String> {
+    use rustix::process::{Resource, Rlimit, setrlimit};
+    let none = Rlimit { current: Some(0), maximum: Some(0) };
+    let cores = setrlimit(Resource::Core, none).is_ok();
+    if let Err(e) = rustix::thread::set_no_new_privs(true) {
+        tracing::warn!("no_new_privs: {e}");
+    }
+    let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
+    words_in_process(&status, rustix::process::geteuid().as_raw(), cores)
+}
+
+/// Pure: the words for a guest that runs inside this process, from the thread's /proc status.
+fn words_in_process(status: &str, uid: u32, no_core_dumps: bool) -> Vec<String> {
+    let field = |name: &str| {
+        let value = status.lines().find_map(|l| l.strip_prefix(name)).map(str::trim);
+        value.is_some_and(|v| v != "0")
+    };
+    let mut words = vec!["in-process".to_owned()];
+    let mut say = |holds: bool, word: &str, why: &str| {
+        words.push(if holds { word.to_owned() } else { format!("missing:{word} ({why})") });
+    };
+    say(field("NoNewPrivs:"), "no-new-privileges", "the kernel did not take it");
+    say(no_core_dumps, "no-core-dumps", "the limit could not be set");
+    say(field("Seccomp:"), "seccomp", "no filter is installed");
+    words.push(match uid {
+        0 => "missing:uid (the guest runs in ks-vmm itself, which is root)".to_owned(),
+        u => format!("uid={u}"),
+    });
+    let same = "the guest runs in ks-vmm itself";
+    words.extend(["namespaces", "root", "cgroup"].map(|w| format!("missing:{w} ({same})")));
+    words
+}
+
 /// What a child may use.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
@@ -229,6 +264,28 @@ mod tests {
         assert_eq!(v.add(Path::new("/usr/bin/qemu")), Path::new("/usr/bin/qemu"));
         assert_eq!(v.add(Path::new("/opt/x/shim.so")), Path::new("/ks/shim.so"));
         assert_eq!(v.files.len(), 1);
+    }
+
+    #[test]
+    fn a_guest_in_this_process_is_not_said_to_have_the_jail_of_a_child() {
+        let words = words_in_process("Name:\tks-vmm\nNoNewPrivs:\t1\nSeccomp:\t0\n", 0, true);
+        assert!(words.iter().any(|w| w == "no-new-privileges"), "{words:?}");
+        for word in ["seccomp", "uid", "namespaces", "root", "cgroup"] {
+            assert!(words.iter().any(|w| w.starts_with(&format!("missing:{word} ("))), "{word}: {words:?}");
+        }
+        let words = words_in_process("NoNewPrivs:\t0\nSeccomp:\t2\n", 1000, false);
+        assert!(words.contains(&"seccomp".to_owned()) && words.contains(&"uid=1000".to_owned()), "{words:?}");
+        assert!(words.iter().any(|w| w.starts_with("missing:no-new-privileges")), "{words:?}");
+    }
+
+    #[test]
+    fn what_this_process_gives_up_is_in_force_afterwards() {
+        // On a thread of its own: the other tests' threads keep what they have.
+        let words = std::thread::spawn(this_process).join().unwrap();
+        assert!(words.contains(&"no-new-privileges".to_owned()), "{words:?}");
+        let status = std::fs::read_to_string("/proc/self/limits").unwrap();
+        let cores = status.lines().find(|l| l.starts_with("Max core file size")).unwrap().to_owned();
+        assert_eq!(cores.split_whitespace().nth(4), Some("0"), "{cores}");
     }
 
     #[test]

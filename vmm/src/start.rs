@@ -238,6 +238,10 @@ fn verify_all(source: &ChunkSource, memory: &[ChunkId], disk: &[ChunkId]) -> Res
 fn engine_for(cx: &Context, setup: EngineSetup) -> Result<Box<dyn Engine>, Fault> {
     match setup.config.engine {
         EngineKind::Qemu => Ok(Box::new(qemu::QemuEngine::new(setup, &cx.qemu, cx.warn.clone())?)),
-        EngineKind::Kvm => ks_vmm_kvm::KvmEngine::new(setup),
+        EngineKind::Kvm => {
+            // This engine has no child; the words of a child's jail would not be true of it.
+            (cx.qemu.on_jail)(crate::jail::this_process());
+            ks_vmm_kvm::KvmEngine::new(setup)
+        }
     }
 }

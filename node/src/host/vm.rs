@@ -317,6 +317,8 @@ impl LiveVm {
             VmmReply::Started { engine_version, .. } => self.engine_version = engine_version,
             other => return Err(ApiError::new("internal", "the VM's answer", format!("unexpected {other:?}"), "report this")),
         }
+        // What is in force depends on the engine, which the first greeting could not know.
+        self.jail = hello(&self.control).await?.jail;
         Ok(self)
     }
 

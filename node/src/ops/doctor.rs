@@ -73,7 +73,10 @@ fn jail(node: &Node) -> Check {
     let root = rustix::process::geteuid().is_root();
     let tcg = node.engine.as_ref().is_ok_and(|e| e.profile == "tcg");
     let bound = if tcg { "; QEMU's emulation is no isolation boundary, so the jail is what holds a guest" } else { "" };
-    let detail = if root {
+    let kvm = node.engine.as_ref().is_ok_and(|e| e.engine == ks_proto::manifest::EngineKind::Kvm);
+    let detail = if kvm {
+        "the kvm engine runs guests in ks-vmm itself: KVM is the boundary; no uid, namespaces, cgroup or seccomp yet".to_owned()
+    } else if root {
         format!("ksd is root: each VM gets its own uid, namespaces, cgroup and seccomp{bound}")
     } else {
         format!("ksd is not root: a smaller jail (seccomp and what the kernel gives to users){bound}")
