@@ -5,7 +5,7 @@ use crate::host::files::{self, Layout};
 use crate::host::state::StateStore;
 use crate::host::vm::Supply;
 use crate::node::Node;
-use crate::ops::retain;
+use crate::ops::{retain, scrub};
 use anyhow::{Context, Result, anyhow};
 use ks_blobs::{KeyFile, Store};
 use ks_proto::api::ApiFile;
@@ -55,6 +55,7 @@ pub async fn run(config: Config) -> Result<()> {
     let port = listener.local_addr()?.port();
     node.resume_all();
     tokio::spawn(retain::run(Arc::downgrade(&node)));
+    tokio::spawn(scrub::run(Arc::downgrade(&node)));
     let url = format!("http://{}", listener.local_addr()?);
     let api = ApiFile { url: url.clone(), token: token.clone(), pid: std::process::id() };
     files::write_atomic(&api_path, &serde_json::to_vec_pretty(&api)?)

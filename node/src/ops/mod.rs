@@ -7,4 +7,5 @@ pub mod doctor;
 pub mod fork;
 pub mod names;
 pub mod retain;
+pub mod scrub;
 pub mod verbs;

@@ -23,6 +23,7 @@ fn packs(home: &Path) -> Vec<PathBuf> {
 fn no_rot_a_flipped_byte_is_refused_by_name() {
     let Some(n) = node() else { return };
     n.run("rot", &["sleep", "infinity"]);
+    n.wait_until("rot", "checkpointed once", |s| !s["last_checkpoint"].is_null());
     let before = packs(&n.home);
     n.sh("rot", "head -c 3000000 /dev/urandom > /workspace/blob; sync; cat /workspace/blob >/dev/null");
     n.ok(&["checkpoint", "rot"]);
