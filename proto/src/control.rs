@@ -217,7 +217,7 @@ pub struct VmStats {
     pub channel_bytes: u64,
     /// Instructions done for the guest by the soft profile's assist.
     pub assists: u64,
-    /// Microseconds from start to the first exit that the guest caused, if known.
+    /// Microseconds from the request to start to the first exit that the guest caused (kvm) or to running (qemu).
     pub first_exit_us: Option<u64>,
 }
 

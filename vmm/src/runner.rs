@@ -58,8 +58,8 @@ pub enum Command {
     Stored { result: Result<CheckpointStats, Fault>, asker: Asker },
     /// The channel wants the guest's port.
     Port(u64),
-    /// Refresh the engine's counters.
-    Counters,
+    /// Tell the counters as they are now.
+    Stats(Asker),
     /// End because of this.
     End { fault: Fault, code: i32 },
     /// End because it was asked for.
@@ -173,8 +173,8 @@ impl Runner {
                 return Some(end);
             }
         }
+        self.count();
         if let Some(vm) = &mut self.vm {
-            self.shared.set_counters(vm.engine.counters());
             if let Some(exit) = vm.engine.exited() {
                 return Some(End { fault: Some(exit.fault), code: exit_code::DIED, asker: None });
             }
@@ -182,6 +182,12 @@ impl Runner {
         self.run_again();
         self.give_port();
         None
+    }
+
+    fn count(&self) {
+        if let Some(vm) = &self.vm {
+            self.shared.set_counters(vm.engine.counters());
+        }
     }
 
     fn run_again(&mut self) {
@@ -214,7 +220,10 @@ impl Runner {
             Command::Checkpoint { request, asker } => self.checkpoint(&request, asker),
             Command::Stored { result, asker } => asker.answer(result.map(|stats| VmmReply::Checkpoint { stats })),
             Command::Port(wish) => self.wish = Some(wish),
-            Command::Counters => {}
+            Command::Stats(asker) => {
+                self.count();
+                asker.answer(Ok(VmmReply::Stats { stats: self.shared.stats() }));
+            }
             Command::End { fault, code } => return Some(End { fault: Some(fault), code, asker: None }),
             Command::Stop(asker) => return Some(End { fault: None, code: exit_code::STOPPED, asker }),
         }
@@ -226,12 +235,15 @@ impl Runner {
             Ok(b) => b,
             Err(fault) => return Some(Self::start_failed(fault, asker)),
         };
+        let to_run_us = micros(at);
         if let Err(fault) = built.engine.run() {
             let fault = built.engine.exited().map_or(fault, |e| e.fault);
             built.engine.kill();
             return Some(Self::start_failed(fault, asker));
         }
-        let first_run_us = u64::try_from(at.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let first_run_us = micros(at);
+        // The qemu engine does not see the guest's exits: there, running is what is known.
+        self.shared.set_started(to_run_us, (built.engine.kind() == EngineKind::Qemu).then_some(first_run_us));
         let engine_version = built.engine.machine().engine_version;
         self.shared.set_phase(VmPhase::Running);
         self.vm = Some(built);
@@ -246,6 +258,7 @@ impl Runner {
     }
 
     fn pause(&mut self) -> Result<VmmReply, Fault> {
+        self.count();
         let vm = self.vm.as_mut().ok_or_else(no_vm)?;
         if self.shared.own_phase() == VmPhase::Running {
             Captive { engine: vm.engine.as_mut(), shared: &self.shared, stays_paused: false }.pause(PAUSE_BOUND)?;
@@ -264,6 +277,8 @@ impl Runner {
     }
 
     fn checkpoint(&mut self, request: &Request, asker: Asker) {
+        // The engine's first exit is that of its latest run; this ends it.
+        self.count();
         let Some(vm) = self.vm.as_mut() else { return asker.answer(Err(no_vm())) };
         let paused = self.shared.own_phase() == VmPhase::Paused;
         let mut engine = Captive { engine: vm.engine.as_mut(), shared: &self.shared, stays_paused: paused };
@@ -291,6 +306,10 @@ impl Runner {
             }
         }
     }
+}
+
+fn micros(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
 }
 
 fn no_vm() -> Fault {

@@ -24,6 +24,7 @@ struct State {
     memory: Option<Arc<Memory>>,
     disk: Option<Arc<Disk>>,
     counters: (u64, Option<u64>),
+    to_run_us: u64,
 }
 
 /// What a heartbeat did.
@@ -63,6 +64,7 @@ impl Shared {
             memory: None,
             disk: None,
             counters: (0, None),
+            to_run_us: 0,
         };
         Ok(Self {
             state: Mutex::new(state),
@@ -125,9 +127,17 @@ impl Shared {
         let mut s = self.lock();
         (s.memory, s.disk) = (Some(memory), Some(disk));
     }
-    /// The engine's own counters.
-    pub fn set_counters(&self, counters: (u64, Option<u64>)) {
-        self.lock().counters = counters;
+    /// The engine's own counters. Its first exit after `run` is kept once, as counted from the request to start.
+    pub fn set_counters(&self, (assists, first_exit_us): (u64, Option<u64>)) {
+        let mut s = self.lock();
+        let to_run_us = s.to_run_us;
+        s.counters.0 = assists;
+        s.counters.1 = s.counters.1.or(first_exit_us.map(|us| us.saturating_add(to_run_us)));
+    }
+    /// The VM was let go this long after the request; `first_exit_us` if the engine cannot tell it later.
+    pub fn set_started(&self, to_run_us: u64, first_exit_us: Option<u64>) {
+        let mut s = self.lock();
+        (s.to_run_us, s.counters.1) = (to_run_us, first_exit_us);
     }
 
     /// Takes a heartbeat, before or after the VM exists.
@@ -255,6 +265,23 @@ mod tests {
     use super::*;
 
     const OWN: RunToken = RunToken { generation: 1, epoch: 5, run: 2 };
+
+    #[test]
+    fn the_first_exit_counts_from_the_request_and_is_that_of_the_first_run() {
+        let s = Shared::new().unwrap();
+        s.set_started(20_000, None);
+        s.set_counters((1, None));
+        assert_eq!(s.stats().first_exit_us, None);
+        s.set_counters((2, Some(300)));
+        s.set_counters((3, None));
+        s.set_counters((4, Some(7)));
+        assert_eq!((s.stats().assists, s.stats().first_exit_us), (4, Some(20_300)));
+        // An engine that cannot tell: running is what is known.
+        let s = Shared::new().unwrap();
+        s.set_started(0, Some(90_000));
+        s.set_counters((0, None));
+        assert_eq!(s.stats().first_exit_us, Some(90_000));
+    }
 
     #[test]
     fn a_heartbeat_before_the_vm_counts_only_for_its_own_run() {

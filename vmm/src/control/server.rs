@@ -122,10 +122,11 @@ impl Server {
             }
             VmmRequest::Packs {} => return Some(take_packs(handed, fds)),
             VmmRequest::Lease { token, deadline_boottime_ms } => return Some(self.lease(token, deadline_boottime_ms)),
-            VmmRequest::Stats {} => {
-                let _ = self.mail.push(Command::Counters);
-                return Some(Ok(VmmReply::Stats { stats: self.shared.stats() }));
-            }
+            VmmRequest::Stats {} => match self.shared.own_phase() {
+                VmPhase::Running | VmPhase::Paused => Command::Stats(asker),
+                // A start keeps the run loop busy for long.
+                _ => return Some(Ok(VmmReply::Stats { stats: self.shared.stats() })),
+            },
             VmmRequest::Stop {} => {
                 stop(&self.mail, Some(asker));
                 return None;
