@@ -1,3 +1,5 @@
+//! Tests of the layered disk against a plain vector, with freezes, failures and readers beside writers.
+
 use super::*;
 use crate::testing::{Call, MemoryNode};
 use ks_proto::RunToken;

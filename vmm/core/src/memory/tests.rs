@@ -1,3 +1,5 @@
+//! Tests of memory over a real userfaultfd: the dirty set, lazy paging, discards, the eager way.
+
 use super::map::GuestMap;
 use super::uffd::Uffd;
 use super::*;

@@ -1,3 +1,5 @@
+//! Tests of verified reading: good and bad copies, absent objects, lengths.
+
 use super::*;
 use crate::testing::{Call, MemoryNode};
 

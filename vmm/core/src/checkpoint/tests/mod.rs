@@ -1,3 +1,5 @@
+//! Tests of the pipeline: one instant, failures at every step, cycles, references that stay.
+
 mod bench;
 mod model;
 
