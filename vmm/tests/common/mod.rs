@@ -70,6 +70,8 @@ impl Vm {
             .args(["--control-socket".as_ref(), control.as_os_str(), "--channel-socket".as_ref(), channel.as_os_str()])
             .args(["--run-dir".as_ref(), dir.path().join("run").as_os_str()])
             .args(&shape.args)
+            // The programs under test are those that cargo built, not those of an outer run.
+            .env_remove("KS_LIBEXEC")
             .stdin(Stdio::null())
             .spawn()
             .unwrap();
