@@ -174,10 +174,10 @@ impl Runner {
             }
         }
         self.count();
-        if let Some(vm) = &mut self.vm {
-            if let Some(exit) = vm.engine.exited() {
-                return Some(End { fault: Some(exit.fault), code: exit_code::DIED, asker: None });
-            }
+        if let Some(vm) = &mut self.vm
+            && let Some(exit) = vm.engine.exited()
+        {
+            return Some(End { fault: Some(exit.fault), code: exit_code::DIED, asker: None });
         }
         self.run_again();
         self.give_port();
