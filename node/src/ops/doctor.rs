@@ -77,7 +77,9 @@ fn jail(node: &Node) -> Check {
     let detail = if kvm {
         "the kvm engine runs guests in ks-vmm itself: KVM is the boundary; no uid, namespaces, cgroup or seccomp yet".to_owned()
     } else if root {
-        format!("ksd is root: each VM gets its own uid, namespaces, cgroup and seccomp{bound}")
+        format!(
+            "ksd is root: each QEMU gets its own uid, namespaces, cgroup and seccomp{bound}; the kvm engine runs unjailed but for no-new-privileges"
+        )
     } else {
         format!("ksd is not root: a smaller jail (seccomp and what the kernel gives to users){bound}")
     };
