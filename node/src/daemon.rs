@@ -43,7 +43,8 @@ pub async fn run(config: Config) -> Result<()> {
     let _lock = files::lock(&layout).map_err(|e| anyhow!(e))?;
     let _ = std::fs::remove_dir_all(layout.tmp()).and_then(|()| std::fs::create_dir(layout.tmp()));
     let supply = open_supply(&layout)?;
-    let state = StateStore::open(&layout.database()).with_context(|| format!("cannot open {}", layout.database().display()))?;
+    let state = open_state(&layout, &supply)?;
+    abort_on_panic();
     let token = files::token(&layout).map_err(|e| anyhow!(e))?;
     let node = Node::new(layout.clone(), state, supply);
     for warning in node.supply.store.warnings() {
@@ -95,6 +96,37 @@ async fn end_signal() {
         },
         _ => std::future::pending().await,
     }
+}
+
+/// The state database. One that is gone or damaged while the store holds checkpoints is a refusal, never a blank node.
+fn open_state(layout: &Layout, supply: &Supply) -> Result<StateStore> {
+    let path = layout.database();
+    let held = supply.store.stats().manifests;
+    if !path.exists() && held > 0 {
+        return Err(anyhow!(
+            "{} is missing, but the chunk store beside it holds {held} checkpoints and images: put the database back from a copy; to \
+             begin anew, move the whole data folder away first (nothing in it was touched)",
+            path.display()
+        ));
+    }
+    // redb panics on some kinds of damage inside a page.
+    let opened = std::panic::catch_unwind(|| StateStore::open(&path));
+    let damaged =
+        format!("{} cannot be opened: put it back from a copy; the checkpoints in the store are untouched", path.display());
+    match opened {
+        Ok(done) => done.context(damaged),
+        Err(_) => Err(anyhow!("{damaged} (the database's own reader gave up on it: it is damaged)")),
+    }
+}
+
+/// A task that panics must not leave a node that only looks alive: ksd ends, its supervisor starts it again, and the VMs, which
+/// are other processes, are taken over.
+fn abort_on_panic() {
+    let default = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        default(info);
+        std::process::abort();
+    }));
 }
 
 fn open_supply(layout: &Layout) -> Result<Supply> {

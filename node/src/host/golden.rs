@@ -31,7 +31,7 @@ const WARM: [&[&str]; 7] = [
 ];
 
 /// How long a booted guest may take to change over to its final clock source.
-const CLOCK_SETTLES: Duration = Duration::from_secs(60);
+const CLOCK_SETTLES: Duration = Duration::from_secs(30);
 
 type Key = (String, u64, u16, String);
 

@@ -48,7 +48,9 @@ pub struct StateStore {
 }
 
 struct Inner {
-    db: Database,
+    /// None after an I/O error: redb refuses every later call until it is opened again.
+    db: Mutex<Option<Database>>,
+    path: std::path::PathBuf,
     fleet: RwLock<FleetState>,
     /// Serializes writers; holds the next log position and event number.
     writer: Mutex<Writer>,
@@ -77,7 +79,24 @@ impl StateStore {
         let (events, _) = broadcast::channel(1024);
         // The file holds no secret that the key file does not guard, but names and commands are private all the same.
         let _ = std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600));
-        Ok(Self { inner: Arc::new(Inner { db, fleet: RwLock::new(fleet), writer, events }) })
+        let inner = Inner { db: Mutex::new(Some(db)), path: path.to_owned(), fleet: RwLock::new(fleet), writer, events };
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// Runs `f` on the database. After an I/O error (a full disk) it is closed, and opened again by the next call, so that
+    /// the node works on once there is space.
+    fn with_db<T>(&self, f: impl FnOnce(&Database) -> Result<T, StateError>) -> Result<T, StateError> {
+        let mut slot = self.inner.db.lock().unwrap_or_else(PoisonError::into_inner);
+        let db = match slot.take() {
+            Some(db) => db,
+            None => Database::create(&self.inner.path).map_err(redb_err)?,
+        };
+        let done = f(&db);
+        let broken = matches!(&done, Err(StateError::Redb(redb::Error::Io(_) | redb::Error::PreviousIo)));
+        if !broken {
+            *slot = Some(db);
+        }
+        done
     }
 
     /// The state as it is now; hold it shortly.
@@ -105,9 +124,12 @@ impl StateStore {
 
     fn append(&self, w: &mut Writer, command: &Command) -> Result<(), StateError> {
         let bytes = serde_json::to_vec(command)?;
-        let tx = self.inner.db.begin_write().map_err(redb_err)?;
-        tx.open_table(LOG).map_err(redb_err)?.insert(w.log_next, bytes.as_slice()).map_err(redb_err)?;
-        tx.commit().map_err(redb_err)?;
+        // A command whose commit failed is overwritten by the next one: it was refused, so it must not replay.
+        self.with_db(|db| {
+            let tx = db.begin_write().map_err(redb_err)?;
+            tx.open_table(LOG).map_err(redb_err)?.insert(w.log_next, bytes.as_slice()).map_err(redb_err)?;
+            tx.commit().map_err(redb_err)
+        })?;
         w.log_next += 1;
         Ok(())
     }
@@ -115,10 +137,12 @@ impl StateStore {
     /// The snapshot and the removal of the log before it are one transaction.
     fn snapshot(&self, w: &Writer) -> Result<(), StateError> {
         let bytes = serde_json::to_vec(&(w.log_next, &*self.read()))?;
-        let tx = self.inner.db.begin_write().map_err(redb_err)?;
-        tx.open_table(SNAPSHOT).map_err(redb_err)?.insert("fleet", bytes.as_slice()).map_err(redb_err)?;
-        tx.open_table(LOG).map_err(redb_err)?.retain_in(..w.log_next, |_, _| false).map_err(redb_err)?;
-        tx.commit().map_err(redb_err)
+        self.with_db(|db| {
+            let tx = db.begin_write().map_err(redb_err)?;
+            tx.open_table(SNAPSHOT).map_err(redb_err)?.insert("fleet", bytes.as_slice()).map_err(redb_err)?;
+            tx.open_table(LOG).map_err(redb_err)?.retain_in(..w.log_next, |_, _| false).map_err(redb_err)?;
+            tx.commit().map_err(redb_err)
+        })
     }
 
     /// Records an event and tells everybody who follows. An event may be lost in a power cut; it decides nothing.
@@ -136,15 +160,17 @@ impl StateStore {
 
     fn put_event(&self, event: &Event) -> Result<(), StateError> {
         let bytes = serde_json::to_vec(event)?;
-        let mut tx = self.inner.db.begin_write().map_err(redb_err)?;
-        tx.set_durability(Durability::None).map_err(redb_err)?;
-        let mut t = tx.open_table(EVENTS).map_err(redb_err)?;
-        t.insert(event.seq, bytes.as_slice()).map_err(redb_err)?;
-        if event.seq >= EVENTS_MAX {
-            t.remove(event.seq - EVENTS_MAX).map_err(redb_err)?;
-        }
-        drop(t);
-        tx.commit().map_err(redb_err)
+        self.with_db(|db| {
+            let mut tx = db.begin_write().map_err(redb_err)?;
+            tx.set_durability(Durability::None).map_err(redb_err)?;
+            let mut t = tx.open_table(EVENTS).map_err(redb_err)?;
+            t.insert(event.seq, bytes.as_slice()).map_err(redb_err)?;
+            if event.seq >= EVENTS_MAX {
+                t.remove(event.seq - EVENTS_MAX).map_err(redb_err)?;
+            }
+            drop(t);
+            tx.commit().map_err(redb_err)
+        })
     }
 
     /// Events from `from` on, oldest first, and the live ones after them.
@@ -154,12 +180,15 @@ impl StateStore {
     pub fn events(&self, from: u64) -> Result<(Vec<Event>, broadcast::Receiver<Event>), StateError> {
         let _w = self.writer();
         let rx = self.inner.events.subscribe();
-        let tx = self.inner.db.begin_read().map_err(redb_err)?;
-        let t = tx.open_table(EVENTS).map_err(redb_err)?;
-        let mut out = Vec::new();
-        for row in t.range(from..).map_err(redb_err)? {
-            out.push(serde_json::from_slice(row.map_err(redb_err)?.1.value())?);
-        }
+        let out = self.with_db(|db| {
+            let tx = db.begin_read().map_err(redb_err)?;
+            let t = tx.open_table(EVENTS).map_err(redb_err)?;
+            let mut out = Vec::new();
+            for row in t.range(from..).map_err(redb_err)? {
+                out.push(serde_json::from_slice(row.map_err(redb_err)?.1.value())?);
+            }
+            Ok(out)
+        })?;
         Ok((out, rx))
     }
 }
@@ -241,5 +270,20 @@ mod tests {
         s.event("a", "two", "2");
         let kinds: Vec<_> = s.events(0).unwrap().0.into_iter().map(|e| (e.seq, e.kind)).collect();
         assert_eq!(kinds, [(0, "one".to_owned()), (1, "two".to_owned())]);
+    }
+
+    #[test]
+    fn after_an_io_error_the_database_is_opened_again_and_nothing_is_lost() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s.redb");
+        let s = StateStore::open(&path).unwrap();
+        s.apply(image(1)).unwrap();
+        let full = std::io::Error::from(std::io::ErrorKind::StorageFull);
+        let e: ApiError = s.with_db::<()>(|_| Err(StateError::Redb(redb::Error::Io(full)))).unwrap_err().into();
+        assert_eq!(e.code, "disk-full");
+        assert!(s.inner.db.lock().unwrap().is_none(), "it is closed");
+        s.apply(image(2)).unwrap();
+        drop(s);
+        assert_eq!(StateStore::open(&path).unwrap().read().images.len(), 2);
     }
 }

@@ -110,7 +110,8 @@ impl FakeGuest {
         use std::io::Write;
         let old = self.faults.join("old-agent").exists();
         let mut log = std::fs::OpenOptions::new().create(true).append(true).open(self.faults.join("listed")).unwrap();
-        writeln!(log, "hash {hash} {}", paths.join(" ")).unwrap();
+        // One write: two guests append to this file at once.
+        log.write_all(format!("hash {hash} {}\n", paths.join(" ")).as_bytes()).unwrap();
         let m = self.memory.lock().unwrap().clone();
         let mut out = String::new();
         for (path, text) in m.files.iter().filter(|(p, _)| old || paths.is_empty() || paths.contains(p)) {

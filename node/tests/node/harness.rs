@@ -101,6 +101,14 @@ impl TestNode {
         self.wait_other_pid(before).await;
     }
 
+    /// Starts ksd, which must refuse to; its exit code.
+    pub fn refuses_to_start(&self) -> Option<i32> {
+        let mut c = Command::new(env!("CARGO_BIN_EXE_ksd"));
+        c.arg("--data-dir").arg(self.data()).env("KS_LIBEXEC", self.dir.path().join("bin"));
+        let log = std::fs::OpenOptions::new().create(true).append(true).open(self.dir.path().join("ksd.log")).unwrap();
+        c.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).status().unwrap().code()
+    }
+
     /// Waits until a ksd with another pid than `before` answers.
     pub async fn wait_other_pid(&self, before: Option<u32>) {
         let end = Instant::now() + DEADLINE;

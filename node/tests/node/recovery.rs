@@ -151,3 +151,32 @@ async fn a_damaged_checkpoint_is_refused_by_name_and_the_session_goes_on() {
     assert_eq!(e.code, "corrupt", "{e}");
     assert_eq!(n.show("a").await.state, SessionState::Running);
 }
+
+#[tokio::test]
+async fn a_lost_or_damaged_database_is_a_refusal_and_never_a_blank_node() {
+    let mut n = TestNode::with_image().await;
+    n.create("a").await;
+    n.ok("sessions/a/checkpoint", json!({})).await;
+    n.ok("sessions/a/stop", json!({})).await;
+    assert!(n.end_ksd().success());
+    let path = n.data().join("state.redb");
+    let good = std::fs::read(&path).unwrap();
+
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(n.refuses_to_start(), Some(2), "2: the supervisor does not start it again");
+    assert!(n.log().contains("state.redb is missing, but the chunk store beside it holds"), "{}", n.log());
+    assert!(!path.exists(), "nothing blank was put in its place");
+
+    let mut bad = good.clone();
+    let last = bad.len() - 4096;
+    for at in (4096..last).step_by(7) {
+        bad[at] ^= 0x5a;
+    }
+    std::fs::write(&path, bad).unwrap();
+    assert_eq!(n.refuses_to_start(), Some(2));
+    assert!(n.log().contains("state.redb cannot be opened"), "{}", n.log());
+
+    std::fs::write(&path, good).unwrap();
+    n.up().await;
+    assert_eq!(n.show("a").await.state, SessionState::Stopped, "with the database back all is as it was");
+}

@@ -47,7 +47,7 @@ impl From<DiskError> for BlockError {
         match e {
             DiskError::Range { .. } => Self::Invalid,
             DiskError::LeaseEnded => Self::Held,
-            DiskError::Scratch { errno: rustix::io::Errno::NOSPC, .. } => Self::NoSpace(e.to_string()),
+            DiskError::Scratch { errno: rustix::io::Errno::NOSPC | rustix::io::Errno::DQUOT, .. } => Self::NoSpace(e.to_string()),
             DiskError::Scratch { .. } | DiskError::Base(_) => Self::Io(e.to_string()),
         }
     }

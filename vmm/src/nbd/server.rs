@@ -11,6 +11,8 @@ use std::time::Duration;
 
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 const REPLY_MAGIC: u32 = 0x6744_6698;
+/// A write that waits for space on the host looks this often whether there is some.
+const SPACE_LOOK: Duration = Duration::from_millis(250);
 /// A write that waits for the lease looks this often whether it is back.
 const HELD_LOOK: Duration = Duration::from_millis(25);
 
@@ -177,10 +179,19 @@ fn serve_one<B: Blocks + ?Sized>(s: &Shared<B>, r: &Request, answer: &mut Vec<u8
     }
 }
 
-/// Repeats a write that the lease gate refused until the gate opens again: the guest must not see an error for it.
+/// Repeats a write that the lease gate refused until the gate opens again, and one that found the host's disk full until there is
+/// space: the guest must not see an error for either, because its file system would not survive it.
 fn held<B: Blocks + ?Sized>(s: &Shared<B>, write: impl Fn() -> Result<(), BlockError>) -> Result<(), BlockError> {
+    let mut told = false;
     loop {
         match write() {
+            Err(BlockError::NoSpace(why)) if !hung_up(s) => {
+                if !told {
+                    (s.on_fault)(format!("{why}; the guest's writes wait until there is space"));
+                    told = true;
+                }
+                std::thread::park_timeout(SPACE_LOOK);
+            }
             Err(BlockError::Held) if hung_up(s) => return Err(BlockError::Held),
             Err(BlockError::Held) => {
                 while !s.lease.may_run() && !hung_up(s) {
@@ -213,6 +224,7 @@ mod tests {
     struct Model {
         bytes: Mutex<Vec<u8>>,
         held: AtomicBool,
+        full: AtomicBool,
         broken: AtomicBool,
         /// Reads at offset 0 wait here.
         gate: Mutex<Option<mpsc::Receiver<()>>>,
@@ -243,6 +255,9 @@ mod tests {
         fn write_at(&self, offset: u64, data: &[u8]) -> Result<(), BlockError> {
             if self.held.load(Ordering::SeqCst) {
                 return Err(BlockError::Held);
+            }
+            if self.full.load(Ordering::SeqCst) {
+                return Err(BlockError::NoSpace("full on purpose".into()));
             }
             self.range(offset, data.len(), |b| b.copy_from_slice(data))
         }
@@ -302,6 +317,7 @@ mod tests {
         let model = Arc::new(Model {
             bytes: Mutex::new(vec![0; SIZE as usize]),
             held: AtomicBool::new(false),
+            full: AtomicBool::new(false),
             broken: AtomicBool::new(false),
             gate: Mutex::new(None),
             flushes: AtomicUsize::new(0),
@@ -409,6 +425,23 @@ mod tests {
         lease.renew(OWN, u64::MAX).unwrap();
         assert_eq!(c.reply(), (0, 9));
         assert_eq!(c.read(0, 2), b"zz");
+    }
+
+    #[test]
+    fn a_write_to_a_full_host_waits_for_space_and_tells_the_operator_once() {
+        let (mut c, model, _, faults) = start();
+        model.full.store(true, Ordering::SeqCst);
+        c.send(1, 0, 9, 0, 2, b"zz");
+        assert_eq!(c.read(4096, 1), [0], "reads go on");
+        let deadline = std::time::Instant::now() + Duration::from_secs(10);
+        while faults.lock().unwrap().is_empty() {
+            assert!(std::time::Instant::now() < deadline, "nobody was told");
+            std::thread::yield_now();
+        }
+        model.full.store(false, Ordering::SeqCst);
+        assert_eq!(c.reply(), (0, 9));
+        assert_eq!(c.read(0, 2), b"zz");
+        assert_eq!(*faults.lock().unwrap(), ["full on purpose; the guest's writes wait until there is space"]);
     }
 
     #[test]
