@@ -63,33 +63,39 @@ pub fn nonzero_bytes(f: &File) -> Result<u64> {
     Ok(n)
 }
 
-/// The names of all 4 MiB chunks that hold data, with their places; `seen` collects distinct chunks' sizes over calls.
-pub fn reference_chunks(f: &File, seen: &mut HashMap<[u8; 32], u64>) -> Result<Vec<(u64, [u8; 32])>> {
+/// Calls `with` for each 4 MiB chunk that holds data: its place, its name, its bytes as they were when it was named (the guest
+/// goes on writing meanwhile).
+fn each_chunk(f: &File, mut with: impl FnMut(u64, [u8; 32], &[u8]) -> Result<()>) -> Result<()> {
     let len = f.metadata().context("size")?.len();
-    let (mut buf, mut names, mut next) = (vec![0u8; CHUNK], Vec::new(), 0);
+    let (mut buf, mut next) = (vec![0u8; CHUNK], 0);
     for (start, end) in extents(f)? {
         let first = (start / CHUNK as u64 * CHUNK as u64).max(next);
         for at in (first..end).step_by(CHUNK) {
             let k = CHUNK.min((len - at) as usize);
             f.read_exact_at(&mut buf[..k], at).context("reading guest memory")?;
-            let name: [u8; 32] = Sha256::digest(&buf[..k]).into();
-            seen.entry(name).or_insert(k as u64);
-            names.push((at, name));
+            with(at, Sha256::digest(&buf[..k]).into(), &buf[..k])?;
             next = at + CHUNK as u64;
         }
     }
-    Ok(names)
+    Ok(())
 }
 
-/// The memory stored their way in `dir`: one file per distinct chunk.
+/// Adds the sizes of all 4 MiB chunks that hold data to `seen`, by name.
+pub fn reference_chunks(f: &File, seen: &mut HashMap<[u8; 32], u64>) -> Result<()> {
+    each_chunk(f, |_, name, bytes| {
+        seen.entry(name).or_insert(bytes.len() as u64);
+        Ok(())
+    })
+}
+
+/// The memory stored their way in `dir`: one file per distinct chunk. Returns the places and names.
 pub fn store_reference(f: &File, dir: &Path) -> Result<Vec<(u64, [u8; 32])>> {
-    let names = reference_chunks(f, &mut HashMap::new())?;
-    let mut buf = vec![0u8; CHUNK];
-    for (at, name) in &names {
-        let k = CHUNK.min((f.metadata()?.len() - at) as usize);
-        f.read_exact_at(&mut buf[..k], *at).context("reading guest memory")?;
-        std::fs::write(dir.join(hex(name)), &buf[..k]).context("storing a reference chunk")?;
-    }
+    let mut names = Vec::new();
+    each_chunk(f, |at, name, bytes| {
+        std::fs::write(dir.join(hex(&name)), bytes).context("storing a reference chunk")?;
+        names.push((at, name));
+        Ok(())
+    })?;
     Ok(names)
 }
 
