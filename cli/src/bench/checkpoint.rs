@@ -1,8 +1,8 @@
 //! `ks bench checkpoint`: a guest that dirties 256 MiB between checkpoints: pause, time to stored, bytes kept, the VMM's own memory.
 
 use super::figures::Samples;
-use super::{Asker, image};
-use crate::demo::drive::{fresh_name, json, ok, say, sh, shown, wait};
+use super::{Asker, image, in_session};
+use crate::demo::drive::{fresh_name, json, ok, say, sh, wait};
 use crate::demo::report;
 use anyhow::{Context, Result};
 use clap::Args;
@@ -37,26 +37,7 @@ fn writer(mib: u64) -> String {
 pub fn run(o: &Options, asker: &Asker) -> Result<()> {
     let name = fresh_name("ckpt");
     say(&format!("session {name}: {} MiB dirtied before each of {} checkpoints", o.dirty, o.samples));
-    let (memory, code) = (o.memory.to_string(), writer(o.dirty));
-    shown(&[
-        "run",
-        "--name",
-        &name,
-        "--memory",
-        &memory,
-        "--engine",
-        &o.engine,
-        "--cadence",
-        "0",
-        "--detach",
-        "--",
-        "python3",
-        "-c",
-        &code,
-    ])?;
-    let outcome = measure(o, asker, &name);
-    ok(&["rm", &name, "--force"]).ok();
-    outcome
+    in_session(&name, o.memory, &o.engine, &["python3", "-c", &writer(o.dirty)], || measure(o, asker, &name))
 }
 
 fn dirty(name: &str, round: u32) -> Result<()> {

@@ -8,7 +8,7 @@ mod resume;
 mod soak;
 mod start;
 
-use crate::demo::finish;
+use crate::demo::{drive, finish};
 use crate::failure::Res;
 use crate::host::http::Node;
 use crate::output::Ctx;
@@ -45,6 +45,22 @@ impl Asker {
     pub fn get(&self, path: &str) -> anyhow::Result<Value> {
         Ok(self.runtime.block_on(self.node.get::<Value>(path))?)
     }
+}
+
+/// Runs `measure` beside a fresh session whose main window runs `command`; the session is removed whatever the outcome.
+fn in_session(
+    name: &str,
+    memory_mib: u64,
+    engine: &str,
+    command: &[&str],
+    measure: impl FnOnce() -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let memory = memory_mib.to_string();
+    let options = ["run", "--name", name, "--memory", &memory, "--engine", engine, "--cadence", "0", "--detach", "--"];
+    drive::shown(&[&options, command].concat())?;
+    let outcome = measure();
+    drive::ok(&["rm", name, "--force"]).ok();
+    outcome
 }
 
 /// Runs a benchmark; its exit code is the process's.

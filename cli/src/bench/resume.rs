@@ -1,8 +1,8 @@
 //! `ks bench resume`: a parked guest comes back, warm and cold in turn.
 
 use super::figures::Samples;
-use super::{Asker, image};
-use crate::demo::drive::{fresh_name, json, ok, say, shown};
+use super::{Asker, image, in_session};
+use crate::demo::drive::{fresh_name, json, ok, say};
 use crate::demo::report;
 use anyhow::{Context, Result};
 use clap::Args;
@@ -54,28 +54,8 @@ pub fn fill(mib: u64) -> String {
 /// Runs the benchmark.
 pub fn run(o: &Options, asker: &Asker) -> Result<()> {
     let name = fresh_name("resume");
-    let memory = o.memory.to_string();
     say(&format!("session {name}: {} MiB of memory, {} MiB filled", o.memory, o.used));
-    let code = fill(o.used);
-    shown(&[
-        "run",
-        "--name",
-        &name,
-        "--memory",
-        &memory,
-        "--engine",
-        &o.engine,
-        "--cadence",
-        "0",
-        "--detach",
-        "--",
-        "python3",
-        "-c",
-        &code,
-    ])?;
-    let outcome = measure(o, asker, &name);
-    ok(&["rm", &name, "--force"]).ok();
-    outcome
+    in_session(&name, o.memory, &o.engine, &["python3", "-c", &fill(o.used)], || measure(o, asker, &name))
 }
 
 fn measure(o: &Options, asker: &Asker, name: &str) -> Result<()> {

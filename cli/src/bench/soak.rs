@@ -1,7 +1,7 @@
 //! `ks bench soak`: many checkpoints of an agent-like workload (edit, build, test, commit), and what they cost to keep.
 
-use super::{Asker, image};
-use crate::demo::drive::{fresh_name, json, ok, say, sh, shown};
+use super::{Asker, image, in_session};
+use crate::demo::drive::{fresh_name, json, say, sh};
 use crate::demo::report;
 use anyhow::{Context, Result};
 use clap::Args;
@@ -38,11 +38,7 @@ fn step(i: u32) -> String {
 /// Runs the benchmark. The node's store must hold nothing but the image, its golden checkpoint and this session.
 pub fn run(o: &Options, asker: &Asker) -> Result<()> {
     let name = fresh_name("soak");
-    let memory = o.memory.to_string();
-    shown(&["run", "--name", &name, "--memory", &memory, "--engine", &o.engine, "--cadence", "0", "--detach", "--", "bash"])?;
-    let outcome = measure(o, asker, &name);
-    ok(&["rm", &name, "--force"]).ok();
-    outcome
+    in_session(&name, o.memory, &o.engine, &["bash"], || measure(o, asker, &name))
 }
 
 fn measure(o: &Options, asker: &Asker, name: &str) -> Result<()> {
