@@ -65,9 +65,12 @@ fn may_link() -> BTreeMap<&'static str, Vec<&'static str>> {
         ("ks-vmm-shim", vec![]),
         ("ks-guest", vec!["ks-proto"]),
         ("ks-image", vec![]),
-        ("ks-node", vec!["ks-proto", "ks-raft", "ks-blobs", "ks-gateway"]),
+        ("ks-net", vec!["ks-proto"]),
+        ("ks-bulk", vec!["ks-proto", "ks-blobs"]),
+        ("ks-fleet", vec!["ks-proto", "ks-raft"]),
+        ("ks-node", vec!["ks-proto", "ks-raft", "ks-blobs", "ks-gateway", "ks-net", "ks-bulk", "ks-fleet"]),
         ("ks-cli", vec!["ks-proto"]),
-        ("ks-simulations", vec!["ks-proto", "ks-raft", "ks-blobs", "ks-gateway"]),
+        ("ks-simulations", vec!["ks-proto", "ks-raft", "ks-blobs", "ks-gateway", "ks-fleet"]),
     ])
 }
 

@@ -1,0 +1,1 @@
+//! The bulk plane: verified transfer of packs and manifests between peers.

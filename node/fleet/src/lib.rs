@@ -1,0 +1,1 @@
+//! The fleet's decisions as pure machines: leases, placement, replication and repair.

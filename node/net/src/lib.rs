@@ -1,0 +1,1 @@
+//! The node's way to its peers: identity, control plane, gossip, certificates.
