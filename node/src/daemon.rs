@@ -58,7 +58,8 @@ pub async fn run(config: Config) -> Result<()> {
     tokio::spawn(retain::run(Arc::downgrade(&node)));
     tokio::spawn(scrub::run(Arc::downgrade(&node)));
     let url = format!("http://{}", listener.local_addr()?);
-    let api = ApiFile { url: url.clone(), token: token.clone(), pid: std::process::id() };
+    let api =
+        ApiFile { url: url.clone(), token: token.clone(), pid: std::process::id(), fleet: vec![], fingerprint: String::new() };
     files::write_atomic(&api_path, &serde_json::to_vec_pretty(&api)?)
         .with_context(|| format!("cannot write {}", api_path.display()))?;
     node.state.event("", "node-up", &format!("ksd {} listens on {url}", env!("CARGO_PKG_VERSION")));

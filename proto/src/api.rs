@@ -21,7 +21,7 @@
 //!                                                   messages of guest::ExecFrame (type, payload) both ways; a
 //!                                                   refusal is a text message ApiError before the close
 //! ```
-//! S is a session's name or id. A long call answers 200 with NDJSON [`Progress`] lines; the last is `result` or `error`.
+//! The fleet's calls are in [`crate::fleet`]. S is a session's name or id. A long call answers 200 with NDJSON [`Progress`] lines; the last is `result` or `error`.
 
 use crate::guest::{Check, Tty};
 use crate::ids::{CheckpointId, RunToken, SessionId, SessionName};
@@ -35,7 +35,10 @@ pub struct ApiError {
     /// Always `ks.error.v1`.
     pub schema: String,
     /// Stable, kebab-case: `not-found`, `exists`, `usage`, `not-executable`, `not-allowed`, `busy`, `corrupt`, `incompatible`, `disk-full`,
-    /// `never-checkpointed`, `running`, `guest-silent`, `engine-missing`, `timeout`, `internal`.
+    /// `never-checkpointed`, `running`, `guest-silent`, `engine-missing`, `timeout`, `internal`; of a fleet: `no-quorum` (nobody
+    /// leads: nothing can be decided), `lapsed` (this node's lease has run out), `moving` (the session changes its node; ask
+    /// again), `unreachable` (the owner cannot be reached), `fenced` (a newer run exists), `token-refused` (join token unknown,
+    /// used or expired).
     pub code: String,
     /// What failed.
     pub what: String,
@@ -54,12 +57,13 @@ impl ApiError {
         match self.code.as_str() {
             "not-found" => 404,
             "usage" | "not-executable" => 400,
-            "not-allowed" => 403,
-            "exists" | "busy" | "running" | "never-checkpointed" => 409,
+            "not-allowed" | "token-refused" => 403,
+            "exists" | "busy" | "running" | "never-checkpointed" | "fenced" => 409,
             "incompatible" | "corrupt" => 422,
             "disk-full" => 507,
             "timeout" | "guest-silent" => 504,
-            "engine-missing" => 503,
+            "engine-missing" | "no-quorum" | "lapsed" | "moving" => 503,
+            "unreachable" => 502,
             _ => 500,
         }
     }
@@ -107,6 +111,12 @@ pub struct ApiFile {
     pub token: String,
     /// Process id of ksd.
     pub pid: u32,
+    /// HTTPS URLs of its fleet's API, its own first; empty without a fleet. `token` is for `url` only.
+    #[serde(default)]
+    pub fleet: Vec<String>,
+    /// Fingerprint of the fleet's certificate authority; "" without a fleet.
+    #[serde(default)]
+    pub fingerprint: String,
 }
 
 /// A session's life as people see it.
@@ -185,8 +195,20 @@ pub struct Session {
     pub command: Vec<String>,
     /// Last interruption, if there was one.
     pub last_interruption: Option<Interruption>,
-    /// VMM process id, when there is one.
+    /// VMM process id on its node, when there is one.
     pub vmm_pid: Option<u32>,
+    /// Name of the node that owns it; "" on a node without a fleet.
+    #[serde(default)]
+    pub node: String,
+    /// Copies of its checkpoints that make them durable (the fleet's policy, or its own); 0 when not told.
+    #[serde(default)]
+    pub copies: u16,
+    /// Names of the nodes of its replica set, owner first.
+    #[serde(default)]
+    pub replicas: Vec<String>,
+    /// Its node's lease has run out: the guest stands still until the lease is granted again or a peer takes over.
+    #[serde(default)]
+    pub paused: bool,
 }
 
 /// Where a session parted from its parent.
@@ -215,6 +237,23 @@ pub struct Interruption {
     pub checkpoint: u64,
     /// Milliseconds of guest work since that checkpoint, lost.
     pub lost_ms: u64,
+    /// What the time went into, when another node took over.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parts: Option<InterruptionParts>,
+}
+
+/// A failover in parts, milliseconds. None is not known.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct InterruptionParts {
+    /// From the last grant of the old owner's lease until the leader called it lapsed.
+    pub lease_ms: Option<u64>,
+    /// From the leader's taking office until it may reassign; None when the leader did not change.
+    pub election_ms: Option<u64>,
+    /// From the new owner's learning of it until its VM was restored.
+    pub restore_ms: Option<u64>,
+    /// The restore hook in the guest.
+    pub hook_ms: Option<u64>,
 }
 
 /// A checkpoint as listed.
@@ -234,7 +273,8 @@ pub struct Checkpoint {
     pub reason: String,
     /// Kept by retention for ever.
     pub pinned: bool,
-    /// `durable` (on a lone node: 1 copy, fsynced) or `local`.
+    /// `local` (one node has it, fsynced), `replicating` (some more do) or `durable` (the policy's number of nodes do; on a
+    /// lone node one is enough).
     pub durability: String,
     /// Memory in use plus disk in use, bytes.
     pub logical_bytes: u64,
@@ -244,6 +284,12 @@ pub struct Checkpoint {
     pub pause_us: u64,
     /// Request to durable, microseconds.
     pub total_us: u64,
+    /// Names of the nodes that have all of it, fsynced.
+    #[serde(default)]
+    pub holders: Vec<String>,
+    /// Newer than the point that a peer went on from: kept beside, never chosen by itself.
+    #[serde(default)]
+    pub branch: bool,
 }
 
 /// Make a session.
@@ -264,6 +310,10 @@ pub struct CreateSession {
     pub cadence_s: Option<u64>,
     /// Seconds; None is 0 (never).
     pub idle_park_s: Option<u64>,
+    /// Copies that make its checkpoints durable; None is the fleet's policy.
+    pub copies: Option<u16>,
+    /// Node (name or number) to begin on; None lets the fleet choose.
+    pub node: Option<String>,
     /// Start the main window at once with `main`; leave None to upload files first and call `start`.
     pub main: Option<StartMain>,
 }

@@ -8,6 +8,7 @@ pub mod bytes;
 pub mod channel;
 pub mod chunk;
 pub mod control;
+pub mod fleet;
 pub mod guest;
 pub mod ids;
 pub mod manifest;

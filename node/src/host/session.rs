@@ -385,6 +385,7 @@ impl Actor {
             ready_ms: clock::unix_ms().saturating_sub(lost.at_unix_ms),
             checkpoint,
             lost_ms: lost.at_unix_ms.saturating_sub(taken_ms),
+            parts: None,
         };
         let text = format!(
             "back after {} ms from c{}, {} ms of work lost ({})",

@@ -164,6 +164,8 @@ impl Uploader {
             stored_bytes: stats.stored_bytes,
             pause_us: stats.pause_us,
             total_us: stats.total_us,
+            holders: vec![],
+            branch: false,
         };
         match state.apply(Command::CommitCheckpoint { id: *session, token: *token, info }) {
             Ok(Response::Checkpoint { number }) => Ok(number),

@@ -36,6 +36,10 @@ pub fn session(node: &Node, r: &SessionRecord) -> Session {
         command: r.command.clone().unwrap_or_default(),
         last_interruption: r.last_interruption.clone(),
         vmm_pid,
+        node: String::new(),
+        copies: 0,
+        replicas: vec![],
+        paused: false,
     }
 }
 
