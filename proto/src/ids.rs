@@ -63,6 +63,8 @@ hex_id!(/// BLAKE3 of a manifest's bytes: the checkpoint's name.
     CheckpointId, 32, "a checkpoint id");
 hex_id!(/// BLAKE3 of a whole pack file as stored.
     PackId, 32, "a pack id");
+hex_id!(/// One fleet: 16 random bytes, made when it is founded.
+    FleetId, 16, "a fleet id");
 hex_id!(/// Content id of an image (kernel, initramfs and root disk).
     ImageId, 32, "an image id");
 

@@ -17,5 +17,5 @@ pub mod plan;
 
 pub use bytes::DecodeError;
 pub use chunk::{CHUNK_BYTES, DomainKey, ObjectKind};
-pub use ids::{CheckpointId, ChunkId, ImageId, PackId, RunToken, SessionId, SessionName};
+pub use ids::{CheckpointId, ChunkId, FleetId, ImageId, PackId, RunToken, SessionId, SessionName};
 pub use manifest::Manifest;

@@ -2,58 +2,79 @@
 
 use crate::command::{Command, Response};
 use crate::error::Refusal;
+use crate::proposal::Applied;
 use crate::record::{CheckpointRecord, SessionRecord};
 use crate::state::FleetState;
 use ks_proto::api::Checkpoint;
-use ks_proto::{RunToken, SessionId};
+use ks_proto::{CheckpointId, RunToken, SessionId};
 use std::collections::BTreeMap;
 
 type Outcome = Result<Response, Refusal>;
 
 impl FleetState {
-    /// Applies one command. The same commands in the same order give the same state everywhere.
+    /// Applies one command at the next index. The same commands in the same order give the same state everywhere.
     pub fn apply(&mut self, command: Command) -> Response {
-        self.applied += 1;
-        self.dispatch(command).unwrap_or_else(|refusal| Response::Refused { refusal })
+        self.apply_at(Applied { index: self.applied + 1 }, command)
     }
 
-    fn dispatch(&mut self, command: Command) -> Outcome {
+    /// Applies one command that stands at `at` in the log.
+    pub fn apply_at(&mut self, at: Applied, command: Command) -> Response {
+        self.applied += 1;
+        self.dispatch(at, command).unwrap_or_else(|refusal| Response::Refused { refusal })
+    }
+
+    fn dispatch(&mut self, at: Applied, command: Command) -> Outcome {
+        match command {
+            Command::CreateSession { .. }
+            | Command::BeginRun { .. }
+            | Command::Assign(_)
+            | Command::AssignMany { .. }
+            | Command::SetWanted { .. }
+            | Command::SetCommand { .. }
+            | Command::SetPolicy { .. }
+            | Command::NoteLost { .. }
+            | Command::NoteBack { .. }
+            | Command::RemoveSession { .. }
+            | Command::SetReplicas { .. }
+            | Command::SetCopies { .. } => self.session_command(command),
+            Command::CommitCheckpoint { .. }
+            | Command::Pin { .. }
+            | Command::DropCheckpoints { .. }
+            | Command::AddHolder { .. }
+            | Command::DropHolder { .. }
+            | Command::PutImage { .. }
+            | Command::RemoveImage { .. }
+            | Command::PutGolden { .. }
+            | Command::DropGolden { .. }
+            | Command::AddRootHolder { .. }
+            | Command::DropRootHolder { .. } => self.data_command(command),
+            Command::RaiseGeneration {}
+            | Command::Found { .. }
+            | Command::AddMember { .. }
+            | Command::UpdateMember { .. }
+            | Command::SetMemberState { .. }
+            | Command::RemoveMember { .. }
+            | Command::AddToken { .. }
+            | Command::DropToken { .. }
+            | Command::PutUser { .. }
+            | Command::DropUser { .. }
+            | Command::SetFleetPolicy { .. } => self.fleet_command(at, command),
+        }
+    }
+
+    fn session_command(&mut self, command: Command) -> Outcome {
         match command {
             Command::CreateSession { .. } => self.create(command),
-            Command::BeginRun { id, from } => {
-                let s = self.live(id)?;
-                s.token.run += 1;
-                s.head = from;
-                Ok(Response::Token { token: s.token })
-            }
-            Command::Assign { id, owner } => {
-                let generation = self.generation;
-                let s = self.live(id)?;
-                s.owner = owner;
-                s.token = RunToken { generation, epoch: s.token.epoch + 1, run: s.token.run };
-                Ok(Response::Token { token: s.token })
-            }
-            Command::RaiseGeneration {} => {
-                self.generation += 1;
-                for s in self.sessions.values_mut() {
-                    s.token.generation = self.generation;
-                }
-                Ok(Response::Done)
-            }
+            Command::BeginRun { id, from, expected_epoch, node } => self.begin_run(id, from, expected_epoch, node),
+            Command::Assign(assignment) => self.assign(assignment),
+            Command::AssignMany { moves } => self.assign_many(moves),
+            Command::SetReplicas { session, expected_epoch, replicas } => self.set_replicas(session, expected_epoch, replicas),
+            Command::SetCopies { session, copies } => self.set_copies(session, copies),
             Command::SetWanted { id, wanted, reason } => self.edit(id, |s| (s.wanted, s.reason) = (wanted, reason)),
             Command::SetCommand { id, command } => self.edit(id, |s| s.command = Some(command)),
             Command::SetPolicy { id, cadence_s, idle_park_s } => {
                 self.edit(id, |s| (s.cadence_s, s.idle_park_s) = (cadence_s, idle_park_s))
             }
-            Command::CommitCheckpoint { id, token, info } => self.commit(id, token, info),
-            Command::Pin { id, number, pinned } => {
-                let s = self.live(id)?;
-                let name = s.name.to_string();
-                let missing = Refusal::NoCheckpoint { name, wanted: format!("c{number}") };
-                s.checkpoints.get_mut(&number).ok_or(missing)?.info.pinned = pinned;
-                Ok(Response::Done)
-            }
-            Command::DropCheckpoints { id, numbers } => self.drop_checkpoints(id, &numbers),
             Command::NoteLost { id, lost } => self.edit(id, |s| {
                 s.lost.get_or_insert(lost);
             }),
@@ -62,6 +83,25 @@ impl FleetState {
                 s.last_interruption = Some(interruption);
             }),
             Command::RemoveSession { id } => self.remove_session(id),
+            other => unreachable!("{other:?} is not about a session"),
+        }
+    }
+
+    fn data_command(&mut self, command: Command) -> Outcome {
+        match command {
+            Command::CommitCheckpoint { id, token, info, holders } => self.commit(id, token, info, holders),
+            Command::AddHolder { session, checkpoint, token, node } => self.add_holder(session, checkpoint, token, node),
+            Command::DropHolder { session, checkpoint, node } => self.drop_holder(session, checkpoint, node),
+            Command::AddRootHolder { manifest, node } => self.root_holder(manifest, node, true),
+            Command::DropRootHolder { manifest, node } => self.root_holder(manifest, node, false),
+            Command::Pin { id, number, pinned } => {
+                let s = self.live(id)?;
+                let name = s.name.to_string();
+                let missing = Refusal::NoCheckpoint { name, wanted: format!("c{number}") };
+                s.checkpoints.get_mut(&number).ok_or(missing)?.info.pinned = pinned;
+                Ok(Response::Done)
+            }
+            Command::DropCheckpoints { id, numbers } => self.drop_checkpoints(id, &numbers),
             Command::PutImage { image } => self.put_image(image),
             Command::RemoveImage { name } => self.remove_image(&name),
             Command::PutGolden { golden } => {
@@ -73,6 +113,7 @@ impl FleetState {
                 self.golden.retain(|g| g.checkpoint != checkpoint);
                 Ok(Response::Done)
             }
+            other => unreachable!("{other:?} is not about stored data"),
         }
     }
 
@@ -105,9 +146,10 @@ impl FleetState {
         if self.sessions.contains_key(&id) {
             return Err(Refusal::IdTaken { id });
         }
-        if self.sessions.values().any(|s| !s.tombstone && s.name == name) {
+        if self.sessions.by_name(&name).is_some() {
             return Err(Refusal::NameTaken { name: name.to_string() });
         }
+        self.check_target(owner)?;
         if self.image_by_id(&params.image_id).is_none() {
             return Err(Refusal::NoImage { name: params.image });
         }
@@ -123,6 +165,8 @@ impl FleetState {
             id,
             name,
             owner,
+            copies: 0,
+            replicas: if self.is_founded() { vec![owner] } else { Vec::new() },
             token,
             params,
             cadence_s,
@@ -139,11 +183,23 @@ impl FleetState {
             last_interruption: None,
             tombstone: false,
         };
-        self.sessions.insert(id, record);
+        self.sessions.insert(record);
         Ok(Response::Token { token })
     }
 
-    fn commit(&mut self, id: SessionId, token: RunToken, mut info: Checkpoint) -> Outcome {
+    fn begin_run(&mut self, id: SessionId, from: CheckpointId, epoch: Option<u64>, node: Option<u64>) -> Outcome {
+        let s = self.live(id)?;
+        s.expect_epoch(epoch)?;
+        if let Some(node) = node.filter(|n| *n != s.owner) {
+            return Err(Refusal::NotOwner { name: s.name.to_string(), node, owner: s.owner });
+        }
+        s.token.run += 1;
+        s.go_on_from(from);
+        Ok(Response::Token { token: s.token })
+    }
+
+    fn commit(&mut self, id: SessionId, token: RunToken, mut info: Checkpoint, holders: Vec<u64>) -> Outcome {
+        self.check_holders(&holders)?;
         let s = self.live(id)?;
         if token != s.token {
             return Err(Refusal::Fenced { name: s.name.to_string(), stale: token, current: s.token });
@@ -155,7 +211,8 @@ impl FleetState {
         info.number = number;
         s.next_number += 1;
         s.head = info.id;
-        s.checkpoints.insert(number, CheckpointRecord { info, token });
+        let holders = if holders.is_empty() { vec![s.owner] } else { holders };
+        s.checkpoints.insert(number, CheckpointRecord { info, token, holders, branch: false });
         Ok(Response::Checkpoint { number })
     }
 

@@ -1,5 +1,6 @@
 //! Records of the replicated state.
 
+use crate::error::Refusal;
 use ks_proto::api::{Checkpoint, ForkPoint, Interruption};
 use ks_proto::manifest::EngineKind;
 use ks_proto::{CheckpointId, ImageId, RunToken, SessionId, SessionName};
@@ -55,6 +56,13 @@ pub struct CheckpointRecord {
     pub info: Checkpoint,
     /// The run that took it.
     pub token: RunToken,
+    /// Nodes that have its whole closure, fsynced. Empty in records of a lone node's earlier versions: its owner has it.
+    #[serde(default)]
+    pub holders: Vec<u64>,
+    /// Not on the line that the session goes on from: newer than the head at a reassignment, or left behind by a restore
+    /// of an older one. Listed, and never chosen by itself.
+    #[serde(default)]
+    pub branch: bool,
 }
 
 /// One session.
@@ -64,8 +72,14 @@ pub struct SessionRecord {
     pub id: SessionId,
     /// Name, unique among sessions that are not removed.
     pub name: SessionName,
-    /// Node that runs it; 0 on a lone node.
+    /// Node that runs it; 0 on a lone node that never founded a fleet.
     pub owner: u64,
+    /// Copies of its checkpoints; 0 is the fleet's policy.
+    #[serde(default)]
+    pub copies: u16,
+    /// Nodes that keep its checkpoints, the owner first.
+    #[serde(default)]
+    pub replicas: Vec<u64>,
     /// The newest run. // Invariant: never falls.
     pub token: RunToken,
     /// Shape.
@@ -103,6 +117,27 @@ impl SessionRecord {
     pub fn latest(&self) -> Option<&CheckpointRecord> {
         self.checkpoints.values().next_back()
     }
+    /// Refuses a decision that was made under another epoch.
+    pub(crate) fn expect_epoch(&self, expected: Option<u64>) -> Result<(), Refusal> {
+        match expected {
+            Some(expected) if expected != self.token.epoch => {
+                Err(Refusal::StaleEpoch { name: self.name.to_string(), expected, current: self.token.epoch })
+            }
+            _ => Ok(()),
+        }
+    }
+    /// The next run begins from `from`: what is newer is a side branch from now on.
+    pub(crate) fn go_on_from(&mut self, from: CheckpointId) {
+        self.head = from;
+        let at = self.by_id(&from).map(|c| c.info.number);
+        for (number, c) in &mut self.checkpoints {
+            match at {
+                Some(at) if *number < at => {}
+                Some(at) if *number == at => c.branch = false,
+                _ => c.branch = true,
+            }
+        }
+    }
     /// The checkpoint with this id.
     pub fn by_id(&self, id: &CheckpointId) -> Option<&CheckpointRecord> {
         self.checkpoints.values().find(|c| c.info.id == *id)
@@ -131,6 +166,9 @@ pub struct ImageRecord {
     pub disk: CheckpointId,
     /// Added, Unix milliseconds.
     pub created_unix_ms: u64,
+    /// Nodes that have its files and its disk.
+    #[serde(default)]
+    pub holders: Vec<u64>,
 }
 
 /// A booted, warm, frozen VM of one image and shape, that sessions start from.
@@ -152,6 +190,9 @@ pub struct GoldenRecord {
     pub checkpoint: CheckpointId,
     /// Made, Unix milliseconds.
     pub created_unix_ms: u64,
+    /// Nodes that have its whole closure.
+    #[serde(default)]
+    pub holders: Vec<u64>,
 }
 
 impl GoldenRecord {

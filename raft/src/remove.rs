@@ -13,28 +13,29 @@ impl FleetState {
         s.tombstone = true;
         s.reason = "removed".into();
         s.lost = None;
-        self.bury();
+        self.bury(id);
         self.collect_images();
         Ok(Response::Done)
     }
 
-    /// Thins tombstones to their fork points, and forgets those that nobody descends from, upwards.
-    fn bury(&mut self) {
+    /// Thins the tombstone to its fork points, or forgets it when nobody descends from it, and then its parent, upwards.
+    fn bury(&mut self, mut id: SessionId) {
         loop {
-            let mut gone = Vec::new();
-            for id in self.sessions.values().filter(|s| s.tombstone).map(|s| s.id).collect::<Vec<SessionId>>() {
-                let forks = self.fork_points(&id);
-                if forks.is_empty() {
-                    gone.push(id);
-                } else if let Some(s) = self.sessions.get_mut(&id) {
+            let forks = self.fork_points(&id);
+            let parent = match self.sessions.get_mut(&id) {
+                Some(s) if s.tombstone => {
                     s.checkpoints.retain(|_, c| forks.contains(&c.info.id));
+                    s.forked_from.as_ref().map(|f| f.session)
                 }
-            }
-            if gone.is_empty() {
+                _ => return,
+            };
+            if !forks.is_empty() {
                 return;
             }
-            for id in gone {
-                self.sessions.remove(&id);
+            self.sessions.remove(&id);
+            match parent {
+                Some(parent) => id = parent,
+                None => return,
             }
         }
     }

@@ -26,6 +26,7 @@ fn image(name: &str, id: ImageId) -> Command {
         disk_used_bytes: 1,
         disk: CheckpointId(id.0),
         created_unix_ms: 0,
+        holders: vec![],
     };
     Command::PutImage { image }
 }
@@ -70,16 +71,22 @@ fn point(id: u8) -> Checkpoint {
     }
 }
 fn commit(n: u8, run: u64, id: u8) -> Command {
-    Command::CommitCheckpoint { id: sid(n), token: RunToken { generation: 0, epoch: 1, run }, info: point(id) }
+    Command::CommitCheckpoint { id: sid(n), token: RunToken { generation: 0, epoch: 1, run }, info: point(id), holders: vec![] }
 }
 fn begin(n: u8, from: u8) -> Command {
-    Command::BeginRun { id: sid(n), from: cid(from) }
+    Command::BeginRun { id: sid(n), from: cid(from), expected_epoch: None, node: None }
+}
+fn assign(n: u8, to: u64) -> Command {
+    let (expected_epoch, from_lapsed, now_unix_ms, cause) = (None, false, 0, String::new());
+    Command::Assign(Assignment { id: sid(n), to, expected_epoch, from_lapsed, now_unix_ms, cause })
 }
 fn word(r: &Response) -> String {
     match r {
         Response::Done => "done".into(),
         Response::Token { token } => token.to_string(),
         Response::Checkpoint { number } => format!("c{number}"),
+        Response::Member { number } => format!("member {number}"),
+        Response::Many { answers } => answers.iter().map(word).collect::<Vec<_>>().join("; "),
         Response::Refused { refusal } => refusal.to_string(),
     }
 }
@@ -105,7 +112,7 @@ fn a_stale_run_cannot_commit_a_checkpoint() {
         (begin(1, 10), "0.1.2"),
         (commit(1, 1, 11), "run 0.1.1 of session a is over (the current run is 0.1.2)"),
         (commit(1, 2, 12), "c2"),
-        (Command::Assign { id: sid(1), owner: 4 }, "0.2.2"),
+        (assign(1, 4), "0.2.2"),
         (commit(1, 2, 13), "is over"),
         (Command::RaiseGeneration {}, "done"),
         (begin(1, 12), "1.2.3"),
@@ -184,6 +191,7 @@ fn an_image_in_use_is_refused_and_a_replaced_one_lives_until_its_last_session() 
         engine_version: "7.2".into(),
         checkpoint: cid(255),
         created_unix_ms: 0,
+        holders: vec![],
     };
     let mut s = check(vec![
         (Command::PutGolden { golden: golden.clone() }, "done"),
@@ -219,7 +227,7 @@ fn any_command() -> impl Strategy<Value = Command> {
         (s(), 0u64..6, 1u8..40).prop_map(|(n, run, c)| commit(n, run, c)),
         (s(), 1u64..6, any::<bool>()).prop_map(|(n, number, pinned)| Command::Pin { id: sid(n), number, pinned }),
         (s(), prop::collection::vec(1u64..6, 0..3)).prop_map(|(n, numbers)| Command::DropCheckpoints { id: sid(n), numbers }),
-        s().prop_map(|n| Command::Assign { id: sid(n), owner: 1 }),
+        s().prop_map(|n| assign(n, 1)),
         s().prop_map(|n| Command::RemoveSession { id: sid(n) }),
         Just(Command::RaiseGeneration {}),
         Just(Command::RemoveImage { name: "default".into() }),

@@ -65,6 +65,7 @@ impl Shape {
             engine_version: self.engine.version.clone(),
             checkpoint,
             created_unix_ms: clock::unix_ms(),
+            holders: Vec::new(),
         }
     }
     fn find(&self, node: &Node) -> Option<CheckpointId> {

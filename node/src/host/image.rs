@@ -197,6 +197,7 @@ fn take_in_now(node: &Arc<Node>, name: &str, dir: &Path, steps: &Steps) -> Resul
         disk_used_bytes: info.root.map_or(0, |r| r.used_bytes),
         disk: taken.id,
         created_unix_ms: super::clock::unix_ms(),
+        holders: Vec::new(),
     };
     node.state.apply(Command::PutImage { image: image.clone() })?;
     node.state.event("", "image", &format!("image {name} is {}", id.short()));
@@ -296,6 +297,7 @@ mod tests {
             disk_used_bytes: 0,
             disk: ks_proto::CheckpointId([0; 32]),
             created_unix_ms: 0,
+            holders: Vec::new(),
         }
     }
 

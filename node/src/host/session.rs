@@ -281,11 +281,12 @@ impl Actor {
                 }
             }
             Effect::BeginRun { from } => {
-                let input = match self.apply(node, Command::BeginRun { id: self.id, from }).await {
-                    Ok(Response::Token { token }) => Input::RunBegan { token },
-                    Ok(other) => Input::RunRefused { error: unexpected(&other) },
-                    Err(error) => Input::RunRefused { error },
-                };
+                let input =
+                    match self.apply(node, Command::BeginRun { id: self.id, from, expected_epoch: None, node: None }).await {
+                        Ok(Response::Token { token }) => Input::RunBegan { token },
+                        Ok(other) => Input::RunRefused { error: unexpected(&other) },
+                        Err(error) => Input::RunRefused { error },
+                    };
                 self.spawn_input(async { input });
             }
             Effect::Launch { token, from, verify_eager } => {

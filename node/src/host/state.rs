@@ -224,8 +224,45 @@ pub fn refusal(r: Refusal) -> ApiError {
         Refusal::Kept { .. } => ("not-allowed", "the checkpoint cannot be dropped", "unpin it, or remove the forks first"),
         Refusal::NoImage { .. } => ("not-found", "the image is not there", "ks image ls; ks image build"),
         Refusal::ImageUsed { .. } => ("busy", "the image is in use", "remove those sessions first"),
+        other => return fleet_refusal(&other),
     };
     ApiError::new(code, what, why, next)
+}
+
+/// A refusal that concerns nodes, tokens and users, in the API's words.
+fn fleet_refusal(r: &Refusal) -> ApiError {
+    let (code, what, next) = match r {
+        Refusal::StaleEpoch { .. } | Refusal::NotOwner { .. } | Refusal::ProposalOver { .. } => {
+            ("not-allowed", "the decision is out of date", "try again")
+        }
+        Refusal::NothingToRestore { .. } => ("busy", "the session cannot move", "start a node again that has its checkpoints"),
+        Refusal::NoMember { .. } => ("not-found", "the node is not there", "ks node ls shows what there is"),
+        Refusal::MemberNotFit { .. } => ("not-allowed", "the node is not in the state for that", "ks node ls shows its state"),
+        Refusal::OwnsSessions { .. } => {
+            ("busy", "the node cannot leave yet", "ks node drain it first, or remove it with --force")
+        }
+        Refusal::LastMember { .. } => ("not-allowed", "the node cannot leave", "let another node join first"),
+        Refusal::PeerTaken { .. } => ("exists", "the node cannot join", "remove that member first"),
+        Refusal::NoToken | Refusal::TokenExpired { .. } | Refusal::TokenUsed { .. } => {
+            ("not-allowed", "the join token is refused", "make another one with ks node token")
+        }
+        Refusal::NoUser { .. } => ("not-found", "the user is not there", "ks user ls shows who there is"),
+        Refusal::AlreadyFounded { .. } => ("exists", "the fleet cannot be founded", "join it instead"),
+        Refusal::NotFounded => ("not-allowed", "there is no fleet yet", "start the node with ks up"),
+        Refusal::NoRoot { .. } => ("not-found", "the manifest is not there", "try again"),
+        Refusal::LastHolder { .. } => ("not-allowed", "the last copy is not given up", "wait until another node has it"),
+        Refusal::BadValue { .. } => ("usage", "the value is not allowed", "choose another one"),
+        Refusal::TooMany { .. } => ("not-allowed", "a limit is reached", "remove what is not needed"),
+        Refusal::NameTaken { .. }
+        | Refusal::IdTaken { .. }
+        | Refusal::NoSession { .. }
+        | Refusal::NoCheckpoint { .. }
+        | Refusal::Fenced { .. }
+        | Refusal::Kept { .. }
+        | Refusal::NoImage { .. }
+        | Refusal::ImageUsed { .. } => ("internal", "the command is refused", "report this"),
+    };
+    ApiError::new(code, what, r.to_string(), next)
 }
 
 #[cfg(test)]
@@ -238,7 +275,9 @@ mod tests {
         let (kernel, cmdline, profile) = (String::new(), String::new(), String::new());
         let name = format!("i{n}");
         let created_unix_ms = u64::from(n);
-        let image = ImageRecord { name, id, kernel, cmdline, profile, disk_bytes: 1, disk_used_bytes: 1, disk, created_unix_ms };
+        let (disk_bytes, disk_used_bytes, holders) = (1, 1, Vec::new());
+        let image =
+            ImageRecord { name, id, kernel, cmdline, profile, disk_bytes, disk_used_bytes, disk, created_unix_ms, holders };
         Command::PutImage { image }
     }
 

@@ -167,7 +167,7 @@ impl Uploader {
             holders: vec![],
             branch: false,
         };
-        match state.apply(Command::CommitCheckpoint { id: *session, token: *token, info }) {
+        match state.apply(Command::CommitCheckpoint { id: *session, token: *token, info, holders: Vec::new() }) {
             Ok(Response::Checkpoint { number }) => Ok(number),
             Ok(other) => Err(Fault::new("internal", "recording the checkpoint", format!("unexpected {other:?}"), "report this")),
             Err(e) => Err(Fault::new(&e.code, e.what, e.why, e.next)),
