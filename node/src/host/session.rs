@@ -5,9 +5,9 @@ use super::launch;
 use super::process;
 use super::vm::{LiveVm, is_final};
 use crate::node::{Node, head_of, policy_of};
-use crate::session::{Answer, AskId, Effect, Input, Job, Machine, Request};
+use crate::session::{Answer, AskId, Effect, Input, Job, Link, Machine, Request, next_older};
 use ks_proto::api::{ApiError, Interruption, SessionState};
-use ks_proto::{RunToken, SessionId};
+use ks_proto::{CheckpointId, RunToken, SessionId};
 use ks_raft::{Command, Lost, Response, SessionRecord};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -101,7 +101,8 @@ pub enum First {
 
 /// Starts a machine for the session and registers it with the node.
 pub fn start(node: &Arc<Node>, record: &SessionRecord, state: SessionState, first: First) -> SessionHandle {
-    let machine = Machine::new(policy_of(record), state, record.token, head_of(record, record.head));
+    let note = if state == SessionState::Failed { "" } else { record.reason.as_str() };
+    let machine = Machine::new(policy_of(record), state, record.token, head_of(record, record.head)).noting(note);
     let (tx, rx) = mpsc::channel(MAILBOX_MAX);
     let view = View { state, reason: record.reason.clone(), vm: None };
     let (view_tx, view) = watch::channel(view);
@@ -303,6 +304,10 @@ impl Actor {
                     }
                 });
             }
+            Effect::FindOlder { than, skipped } => {
+                let input = self.find_older(node, &than, &skipped);
+                self.spawn_input(async { input });
+            }
             Effect::TakeCheckpoint { token, job } => self.take_checkpoint(token, job),
             Effect::SetWanted { wanted, reason } => {
                 self.record_it(node, Command::SetWanted { id: self.id, wanted, reason }).await;
@@ -353,6 +358,16 @@ impl Actor {
         });
     }
 
+    fn find_older(&self, node: &Arc<Node>, than: &CheckpointId, skipped: &[CheckpointId]) -> Input {
+        let state = node.state.read();
+        let record = state.sessions.get(&self.id);
+        let infos = || record.into_iter().flat_map(|r| r.checkpoints.values()).map(|c| &c.info);
+        let links: Vec<Link> = infos().map(|i| Link { number: i.number, id: i.id, parent: i.parent }).collect();
+        let failed = infos().find(|i| i.id == *than).map_or_else(|| than.short(), |i| format!("c{}", i.number));
+        let older = record.zip(next_older(&links, than, skipped)).map(|(r, l)| (head_of(r, l.id), format!("c{}", l.number)));
+        Input::Older { session: self.name.clone(), failed, older }
+    }
+
     fn take_checkpoint(&self, token: RunToken, job: Job) {
         let Some(vm) = self.view.borrow().vm.clone() else {
             let error = ApiError::new("busy", "the checkpoint", "the VM is gone", "the session comes back by itself");
@@ -368,7 +383,7 @@ impl Actor {
         });
     }
 
-    async fn note_back(&mut self, node: &Arc<Node>, from: ks_proto::CheckpointId) {
+    async fn note_back(&mut self, node: &Arc<Node>, from: CheckpointId) {
         self.steer = Arc::new(vec![]);
         let found = {
             let state = node.state.read();

@@ -130,6 +130,9 @@ pub enum Input {
     Ready { token: RunToken },
     /// It does not.
     StartFailed { token: RunToken, error: ApiError, retry: bool },
+    /// The answer to FindOlder: the names of the session and of the checkpoint that failed, and the older one, with its
+    /// name, if there is one.
+    Older { session: String, failed: String, older: Option<(Head, String)> },
     /// The running VM is gone.
     Lost { token: RunToken, cause: String },
     /// The checkpoint is durable and recorded.
@@ -155,6 +158,8 @@ pub enum Effect {
     BeginRun { from: CheckpointId },
     /// Start the VM of `token`; answered with Ready or StartFailed.
     Launch { token: RunToken, from: Head, verify_eager: bool },
+    /// Name the checkpoint `than`, and find the own one before it that is not among `skipped`; answered with Older.
+    FindOlder { than: CheckpointId, skipped: Vec<CheckpointId> },
     /// Take a checkpoint; answered with Stored or NotStored.
     TakeCheckpoint { token: RunToken, job: Job },
     /// Record durably what is wanted and why.

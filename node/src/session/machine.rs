@@ -11,8 +11,10 @@
 //!     EndProcess ─ProcessGone─► BeginRun ─RunBegan─► Launch ─Ready─► Running
 //! ```
 //!
+//! A checkpoint that cannot be started is skipped and the next older one is tried, in words (see `fallback`).
 //! At most one checkpoint is being stored; requests that come meanwhile are served together by the next one.
 
+use super::fallback::Falls;
 use super::input::{Answer, AskId, Checkpointed, Effect, Head, HeadKind, Input, Job, Now, Request};
 use super::stage::{Policy, Rest, Stage, Then, done, gone_error, refuse};
 use ks_proto::RunToken;
@@ -37,6 +39,8 @@ pub struct Machine {
     storing: Option<Job>,
     queued: Option<Job>,
     then: Option<Then>,
+    /// Checkpoints that were skipped because they could not be started.
+    falls: Falls,
     /// Callers that are answered when it runs.
     awaiting: Vec<AskId>,
     /// Callers that are answered when its process is gone for now, or for good.
@@ -60,9 +64,17 @@ impl Machine {
             storing: None,
             queued: None,
             then: None,
+            falls: Falls::default(),
             awaiting: Vec::new(),
             resting: Vec::new(),
         }
+    }
+
+    /// The same with what its record says of an earlier fall back, so that people still see it.
+    #[must_use]
+    pub fn noting(mut self, note: &str) -> Self {
+        self.falls.note = note.to_owned();
+        self
     }
 
     /// The state that people see.
@@ -95,6 +107,7 @@ impl Machine {
             Input::ProcessStays { why } => self.process_stays(why, &mut out),
             Input::RunBegan { token } => self.run_began(token, &mut out),
             Input::RunRefused { error } => self.fail(error, &mut out),
+            Input::Older { session, failed, older } => self.older(&session, &failed, older, &mut out),
             Input::Ready { token } => self.ready(now, token, &mut out),
             Input::StartFailed { token, error, retry } => self.start_failed(token, error, retry, &mut out),
             Input::Lost { token, cause } => self.lost(now, token, cause, &mut out),
@@ -314,6 +327,7 @@ impl Machine {
         }
         let Some(job) = self.storing.take() else { return };
         self.head = Head { id: checkpoint.id, kind: HeadKind::Own };
+        self.falls.stored();
         out.extend(job.asks.iter().map(|&ask| Effect::Reply { ask, result: Ok(Answer::Checkpoint(checkpoint)) }));
         self.next_job(out);
     }
@@ -355,6 +369,7 @@ impl Machine {
         self.head = to;
         self.verify_eager = verify_eager;
         self.attempts = 0;
+        self.falls = Falls::asked_for();
         self.awaiting.push(ask);
         self.set_wanted(Wanted::Running, "", out);
         self.state = SessionState::Starting;
@@ -383,13 +398,18 @@ impl Machine {
                 self.stage = Stage::BackingOff { until_ms: now.mono_ms + wait };
             }
             Stage::EndingToFail(error) => self.fail(error, out),
+            Stage::EndingToFallBack(error) => self.find_older(error, out),
             Stage::EndingToForget => {
                 out.push(Effect::Forget);
                 out.extend(std::mem::take(&mut self.resting).into_iter().map(done));
             }
-            other @ (Stage::Still | Stage::Looking | Stage::Beginning | Stage::Launching | Stage::BackingOff { .. }) => {
-                self.stage = other
-            }
+            other @ (Stage::Still
+            | Stage::Looking
+            | Stage::Beginning
+            | Stage::Launching
+            | Stage::Choosing(_)
+            | Stage::Returning(_)
+            | Stage::BackingOff { .. }) => self.stage = other,
         }
     }
 
@@ -406,9 +426,13 @@ impl Machine {
     fn run_began(&mut self, token: RunToken, out: &mut Vec<Effect>) {
         assert!(token > self.token, "run tokens only rise: {token} after {}", self.token);
         self.token = token;
-        if self.stage == Stage::Beginning {
-            self.stage = Stage::Launching;
-            out.push(Effect::Launch { token, from: self.head, verify_eager: self.verify_eager });
+        match &self.stage {
+            Stage::Beginning => {
+                self.stage = Stage::Launching;
+                out.push(Effect::Launch { token, from: self.head, verify_eager: self.verify_eager });
+            }
+            Stage::Returning(error) => self.fail(error.clone(), out),
+            _ => {}
         }
     }
 
@@ -416,6 +440,7 @@ impl Machine {
         self.state = SessionState::Running;
         self.stage = Stage::Still;
         self.verify_eager = false;
+        self.falls.started();
         (self.since_ms, self.checkpoint_tried_ms, self.active_ms) = (now.mono_ms, now.mono_ms, now.mono_ms);
     }
 
@@ -454,13 +479,13 @@ impl Machine {
         }
         self.attempts += 1;
         out.push(Effect::Event { kind: "start-failed", text: format!("attempt {}: {error}", self.attempts) });
-        if retry && self.attempts < self.policy.attempts_max {
-            let reason =
-                format!("attempt {} of {} failed ({}); trying again", self.attempts, self.policy.attempts_max, error.why);
+        let max = self.falls.attempts_max(self.policy.attempts_max);
+        if retry && self.attempts < max {
+            let reason = format!("attempt {} of {max} failed ({}); trying again", self.attempts, error.why);
             self.show(out, &reason);
             self.stage = Stage::EndingToRetry;
         } else {
-            self.stage = Stage::EndingToFail(error);
+            self.stage = self.given_up(error);
         }
         out.push(Effect::EndProcess);
     }
@@ -477,7 +502,7 @@ impl Machine {
         if self.attempts >= self.policy.attempts_max {
             out.push(Effect::NoteLost { cause: cause.clone() });
             let next = "look at `ks events`, then `ks wake NAME`, or go back further: ks restore NAME@cN";
-            self.stage = Stage::EndingToFail(ApiError::new("internal", "the VM dies again and again", cause, next));
+            self.stage = self.given_up(ApiError::new("internal", "the VM dies again and again", cause, next));
             self.state = SessionState::Recovering;
             out.push(Effect::EndProcess);
             return;
@@ -504,6 +529,7 @@ impl Machine {
     fn fail(&mut self, error: ApiError, out: &mut Vec<Effect>) {
         self.stage = Stage::Still;
         self.state = SessionState::Failed;
+        self.falls = Falls::default();
         self.drop_work(&error, out);
         let reason = error.to_string();
         self.set_wanted(Wanted::Failed, &reason, out);
@@ -533,11 +559,54 @@ impl Machine {
         out.extend(asks.into_iter().map(|ask| Effect::Reply { ask, result: Err(error.clone()) }));
     }
 
+    /// Where nothing else is to be said, a fall back is still told.
     fn set_wanted(&self, wanted: Wanted, reason: &str, out: &mut Vec<Effect>) {
-        out.push(Effect::SetWanted { wanted, reason: reason.into() });
+        out.push(Effect::SetWanted { wanted, reason: self.falls.or_note(reason) });
     }
 
     fn show(&self, out: &mut Vec<Effect>, reason: &str) {
-        out.push(Effect::Show { state: self.state, reason: reason.into() });
+        out.push(Effect::Show { state: self.state, reason: self.falls.or_note(reason) });
+    }
+
+    /// What follows when the head cannot be started: an older checkpoint where that may help.
+    fn given_up(&self, error: ApiError) -> Stage {
+        let helps = self.head.kind == HeadKind::Own && self.falls.may_help(&error);
+        // A fall that ends here has still to name the newest checkpoint in the record again.
+        if helps || self.falls.first().is_some() { Stage::EndingToFallBack(error) } else { Stage::EndingToFail(error) }
+    }
+
+    fn find_older(&mut self, error: ApiError, out: &mut Vec<Effect>) {
+        let skipped = self.falls.skipped();
+        self.stage = Stage::Choosing(error);
+        out.push(Effect::FindOlder { than: self.head.id, skipped });
+    }
+
+    /// Goes on from the next older checkpoint, never silently; without one the session fails with all of them kept.
+    fn older(&mut self, session: &str, failed: &str, older: Option<(Head, String)>, out: &mut Vec<Effect>) {
+        let Stage::Choosing(error) = &self.stage else { return };
+        let error = error.clone();
+        let may_help = self.falls.may_help(&error);
+        self.falls.skip(self.head, session, failed, &error);
+        match older.filter(|_| may_help) {
+            Some((head, name)) => {
+                let text = self.falls.go_on_from(&name);
+                self.head = head;
+                self.attempts = 0;
+                out.push(Effect::Event { kind: "fell-back", text });
+                self.set_wanted(Wanted::Running, "", out);
+                self.start(out);
+            }
+            None => {
+                let error = self.falls.none_starts(error);
+                match self.falls.first().filter(|first| *first != self.head) {
+                    Some(first) => {
+                        self.head = first;
+                        self.stage = Stage::Returning(error);
+                        out.push(Effect::BeginRun { from: first.id });
+                    }
+                    None => self.fail(error, out),
+                }
+            }
+        }
     }
 }

@@ -72,6 +72,12 @@ pub(super) enum Stage {
     EndingToRetry,
     /// EndProcess asked for, then Failed with this error.
     EndingToFail(ApiError),
+    /// EndProcess asked for after the head could not be started, then FindOlder.
+    EndingToFallBack(ApiError),
+    /// FindOlder asked for.
+    Choosing(ApiError),
+    /// BeginRun asked for only so that the record names the newest checkpoint again, then Failed with this error.
+    Returning(ApiError),
     /// EndProcess asked for, then forget.
     EndingToForget,
     /// BeginRun asked for.

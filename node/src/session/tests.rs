@@ -5,30 +5,31 @@ use ks_proto::api::{ApiError, SessionState};
 use ks_proto::{CheckpointId, RunToken};
 use proptest::prelude::*;
 
-fn cid(n: u8) -> CheckpointId {
+pub(super) fn cid(n: u8) -> CheckpointId {
     CheckpointId([n; 32])
 }
-fn token(run: u64) -> RunToken {
+pub(super) fn token(run: u64) -> RunToken {
     RunToken { generation: 0, epoch: 1, run }
 }
-fn head(n: u8, kind: HeadKind) -> Head {
+pub(super) fn head(n: u8, kind: HeadKind) -> Head {
     Head { id: cid(n), kind }
 }
-fn error(code: &str) -> ApiError {
+pub(super) fn error(code: &str) -> ApiError {
     ApiError::new(code, "w", "y", "n")
 }
-fn stored(run: u64, n: u8) -> Input {
+pub(super) fn stored(run: u64, n: u8) -> Input {
     Input::Stored { token: token(run), checkpoint: Checkpointed { number: u64::from(n), id: cid(n) } }
 }
-fn demand(freeze: bool) -> Request {
+pub(super) fn demand(freeze: bool) -> Request {
     Request::Checkpoint { reason: "demand".into(), message: String::new(), pin: false, freeze }
 }
 
 /// One effect in a word or two; events are left out.
-fn word(e: &Effect) -> Option<String> {
+pub(super) fn word(e: &Effect) -> Option<String> {
     Some(match e {
         Effect::EndProcess => "end".into(),
         Effect::KillProcess => "kill".into(),
+        Effect::FindOlder { than, skipped } => format!("older:{}-{}", than.0[0], skipped.len()),
         Effect::BeginRun { from } => format!("begin:{}", from.0[0]),
         Effect::Launch { token, from, .. } => format!("launch:{}:{}:{:?}", token.run, from.id.0[0], from.kind),
         Effect::TakeCheckpoint { job, .. } => format!("take:{}{}", job.reason, if job.freeze { "+freeze" } else { "" }),
@@ -45,7 +46,7 @@ fn word(e: &Effect) -> Option<String> {
 }
 
 /// Feeds inputs at their times (ms) and compares the effects of each.
-fn check_from(mut m: Machine, steps: Vec<(u64, Input, &str)>) -> Machine {
+pub(super) fn check_from(mut m: Machine, steps: Vec<(u64, Input, &str)>) -> Machine {
     for (n, (at, input, want)) in steps.into_iter().enumerate() {
         let now = Now { mono_ms: at, unix_ms: 1_000_000 + at };
         let got: Vec<String> = m.step(now, input.clone()).iter().filter_map(word).collect();
@@ -54,14 +55,14 @@ fn check_from(mut m: Machine, steps: Vec<(u64, Input, &str)>) -> Machine {
     m
 }
 
-fn policy() -> Policy {
+pub(super) fn policy() -> Policy {
     Policy { cadence_ms: 60_000, idle_park_ms: 0, attempts_max: 3, backoff_ms: 100, stable_ms: 10_000 }
 }
-fn fresh() -> Machine {
+pub(super) fn fresh() -> Machine {
     Machine::new(policy(), SessionState::Creating, token(0), head(9, HeadKind::Golden))
 }
 /// A machine that runs as run 1 from its own checkpoint 1, since time 0.
-fn running() -> Machine {
+pub(super) fn running() -> Machine {
     let m = Machine::new(policy(), SessionState::Starting, token(0), head(1, HeadKind::Own));
     check_from(
         m,
@@ -195,12 +196,14 @@ fn a_crash_loop_ends_in_failed_with_backoff_between() {
             (20_300, Input::RunBegan { token: token(4) }, "launch:4:1:Own"),
             (20_300, Input::Ask(7, Request::AwaitRunning), ""),
             (20_300, fail(4, true), "end"),
-            (20_300, Input::ProcessGone, "want:Failed [failed] no7:internal"),
+            (20_300, Input::ProcessGone, "older:1-0"),
+            (20_300, older("c1", None), "want:Failed [failed] no7:internal"),
             (20_400, Input::Ask(8, Request::Wake), "want:Running [starting] end"),
             (20_400, Input::ProcessGone, "begin:1"),
             (20_400, Input::RunBegan { token: token(5) }, "launch:5:1:Own"),
             (20_400, fail(5, false), "end"),
-            (20_400, Input::ProcessGone, "want:Failed [failed] no8:internal"),
+            (20_400, Input::ProcessGone, "older:1-0"),
+            (20_400, older("c1", None), "want:Failed [failed] no8:internal"),
         ],
     );
     assert_eq!(m.deadline(), None);
@@ -222,7 +225,8 @@ fn a_crash_loop_ends_in_failed_with_backoff_between() {
         m,
         vec![
             (3000, Input::Lost { token: token(3), cause: "gone".into() }, "lost end"),
-            (3000, Input::ProcessGone, "want:Failed [failed]"),
+            (3000, Input::ProcessGone, "older:1-0"),
+            (3000, older("c1", None), "want:Failed [failed]"),
         ],
     );
 }
@@ -359,6 +363,12 @@ fn removal_refuses_everybody_else_and_forgets_once_the_process_is_dead() {
     );
 }
 
+/// The host's answer to FindOlder: `n` is the older checkpoint.
+pub(super) fn older(failed: &str, n: Option<u8>) -> Input {
+    let older = n.map(|n| (head(n, HeadKind::Own), format!("c{n}")));
+    Input::Older { session: "work".into(), failed: failed.into(), older }
+}
+
 fn any_input() -> impl Strategy<Value = Input> {
     prop_oneof![
         Just(Input::ProcessGone),
@@ -376,6 +386,7 @@ fn any_input() -> impl Strategy<Value = Input> {
         Just(Input::Ask(0, Request::Kill)),
         Just(Input::Ask(0, Request::Restore { to: head(5, HeadKind::Own), verify_eager: true })),
         Just(Input::ProcessStays { why: "w".into() }),
+        prop::option::of(1u8..9).prop_map(|n| older("c9", n)),
     ]
 }
 

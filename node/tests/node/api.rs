@@ -13,7 +13,7 @@ async fn without_the_token_or_with_a_strange_host_nothing_is_served() {
     let mut n = TestNode::start(false);
     n.up().await;
     let a = n.api().unwrap();
-    let http = reqwest::Client::new();
+    let http = crate::harness::http();
     let url = format!("{}/v1/node", a.url);
     assert_eq!(http.get(&url).send().await.unwrap().status(), 403);
     assert_eq!(http.get(&url).bearer_auth("wrong").send().await.unwrap().status(), 403);

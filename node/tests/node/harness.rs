@@ -23,6 +23,12 @@ pub struct TestNode {
     http: reqwest::Client,
 }
 
+/// A client. What else is in the build gives reqwest a TLS backend, which wants a provider even for plain loopback.
+pub fn http() -> reqwest::Client {
+    drop(tokio_rustls::rustls::crypto::ring::default_provider().install_default());
+    reqwest::Client::new()
+}
+
 fn script(path: &Path, text: &str) {
     std::fs::write(path, text).unwrap();
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
@@ -58,7 +64,7 @@ impl TestNode {
         script(&dir.path().join("bin/ks-vmm"), &vmm);
         script(&dir.path().join("bin/ks-image"), IMAGE_SCRIPT);
         script(&dir.path().join("bin/qemu"), "#!/bin/sh\necho 'QEMU emulator version 0 (fake)'\n");
-        Self { dir, ksd: None, supervised, http: reqwest::Client::new() }
+        Self { dir, ksd: None, supervised, http: http() }
     }
 
     pub fn data(&self) -> PathBuf {

@@ -1,7 +1,7 @@
 //! Crashes: of the VM, of ksd, of both, at bad moments.
 
 use crate::harness::TestNode;
-use ks_proto::api::{Checkpoint, SessionState};
+use ks_proto::api::{Checkpoint, Session, SessionState};
 use serde_json::json;
 
 #[tokio::test]
@@ -143,13 +143,45 @@ async fn a_damaged_checkpoint_is_refused_by_name_and_the_session_goes_on() {
     n.ok("sessions/a/checkpoint", json!({})).await;
     let c = n.ok("sessions/a/checkpoint", json!({ "message": "damaged" })).await;
     let id = c["id"].as_str().unwrap();
+    damage(&n, id);
+    let e = n.refused("sessions/a/restore", json!({ "checkpoint": &id[..8] })).await;
+    assert_eq!(e.code, "corrupt", "{e}");
+    assert_eq!(n.show("a").await.state, SessionState::Running);
+}
+
+/// Flips a bit in a checkpoint's manifest.
+fn damage(n: &TestNode, id: &str) {
     let file = n.data().join(format!("store/manifests/{}/{id}.manifest", &id[..2]));
     let mut bytes = std::fs::read(&file).unwrap();
     bytes[40] ^= 1;
     std::fs::write(&file, bytes).unwrap();
-    let e = n.refused("sessions/a/restore", json!({ "checkpoint": &id[..8] })).await;
-    assert_eq!(e.code, "corrupt", "{e}");
-    assert_eq!(n.show("a").await.state, SessionState::Running);
+}
+
+#[tokio::test]
+async fn a_newest_checkpoint_that_cannot_be_started_is_skipped_and_told() {
+    let mut n = TestNode::with_image().await;
+    n.create("a").await;
+    n.set("a", "/f", "old").await;
+    let good = n.ok("sessions/a/checkpoint", json!({})).await;
+    n.set("a", "/f", "new").await;
+    let bad = n.ok("sessions/a/checkpoint", json!({})).await;
+    damage(&n, bad["id"].as_str().unwrap());
+    n.ok("sessions/a/kill", json!({})).await;
+    let note = format!("went on from the older checkpoint c{}", good["number"]);
+    assert!(n.event("a", "fell-back").await.text.contains(&note));
+    assert_eq!(n.value("a", "/f").await.as_deref(), Some("old"));
+    let told = |s: Session| {
+        assert_eq!(s.state, SessionState::Running);
+        assert!(s.reason.contains(&note) && s.reason.contains(&format!("ks restore a@c{}", bad["number"])), "{}", s.reason);
+    };
+    told(n.show("a").await);
+    let listed: Vec<Checkpoint> = n.get("sessions/a/checkpoints").await.unwrap();
+    assert!(listed.iter().any(|c| Some(c.number) == bad["number"].as_u64()), "it stays listed: {listed:?}");
+    // A node that comes back still says it.
+    n.kill_ksd();
+    n.up().await;
+    n.event("a", "adopted").await;
+    told(n.show("a").await);
 }
 
 #[tokio::test]
