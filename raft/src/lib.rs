@@ -9,6 +9,7 @@ mod assign;
 mod command;
 mod error;
 mod fleet;
+pub mod host;
 pub mod limits;
 mod members;
 mod proposal;

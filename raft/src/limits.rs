@@ -25,6 +25,6 @@ pub const MOVES_MAX: usize = 512;
 /// Proposals of one node whose answers are not known to it yet.
 pub const IN_FLIGHT_MAX: u64 = 256;
 /// Answers kept for one proposer: a proposal further ahead of the oldest unanswered one is refused.
-pub const WINDOW: u64 = 4 * IN_FLIGHT_MAX;
+pub const WINDOW: u64 = 16 * IN_FLIGHT_MAX;
 /// Shortest and longest node lease, milliseconds.
 pub const LEASE_MS: std::ops::RangeInclusive<u32> = 1_000..=60_000;

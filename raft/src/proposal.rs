@@ -101,6 +101,10 @@ impl Proposers {
         }
     }
 
+    fn boot_of(&self, node: u64) -> u64 {
+        self.0.get(&node).map_or(0, |p| p.boot)
+    }
+
     /// Answers kept, of all nodes.
     pub(crate) fn len(&self) -> usize {
         self.0.values().map(|p| p.answers.len()).sum()
@@ -117,6 +121,11 @@ impl FleetState {
         let answer = self.apply_at(at, command);
         self.proposers.remember(id, answer.clone());
         answer
+    }
+
+    /// Starts of `node` that the fleet knows of: one with fewer has lost its database, or an old copy of it was put back.
+    pub(crate) fn boot_of(&self, node: u64) -> u64 {
+        self.proposers.boot_of(node)
     }
 
     /// Answers that are kept for retries (for tests and diagnosis).

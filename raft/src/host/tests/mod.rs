@@ -1,0 +1,6 @@
+//! Real groups: real redb files, real openraft, an in-memory wire that can be cut.
+
+mod disk;
+mod group;
+mod harness;
+mod repair;
