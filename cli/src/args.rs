@@ -1,5 +1,6 @@
 //! The command line, as types. Says nothing about what a verb does.
 
+pub use crate::args_fleet::{Context, Fleet, Join, Login, Node, User};
 use crate::{bench, demo, host::names};
 use clap::{Args, Parser, Subcommand};
 use clap_complete::engine::ArgValueCompleter;
@@ -33,9 +34,12 @@ pub struct Global {
     /// Never ask; take the answer that changes nothing
     #[arg(long, global = true, help_heading = "Everywhere")]
     pub no_input: bool,
-    /// The node's address (else KS_ADDR, the user configuration, or the node on this machine)
-    #[arg(long, global = true, value_name = "HOST:PORT", help_heading = "Everywhere")]
+    /// The node's address (else KS_ADDR, the user configuration, the context in use, or the node on this machine)
+    #[arg(long, global = true, value_name = "HOST:PORT", help_heading = "Everywhere", conflicts_with = "context")]
     pub address: Option<String>,
+    /// A fleet that `ks login` noted; local is the node on this machine
+    #[arg(long, global = true, value_name = "NAME", help_heading = "Everywhere")]
+    pub context: Option<String>,
 }
 
 fn sessions() -> ArgValueCompleter {
@@ -90,6 +94,20 @@ pub enum Verb {
     Doctor(Doctor),
     /// Show what has happened
     Events(Events),
+    /// Join machines into a fleet; list, drain and remove them
+    #[command(subcommand)]
+    Node(Node),
+    /// The fleet as a whole: status, policy, recovery
+    #[command(subcommand)]
+    Fleet(Fleet),
+    /// Make, list and delete users
+    #[command(subcommand)]
+    User(User),
+    /// Note a fleet, its certificate and your token as a context
+    Login(Login),
+    /// List, choose and forget contexts
+    #[command(subcommand)]
+    Context(Context),
     /// Build, import, list and delete guest images
     #[command(subcommand)]
     Image(Image),
@@ -116,6 +134,18 @@ pub struct Up {
     /// Seconds to wait for the node to answer
     #[arg(long, default_value_t = 60, value_name = "S")]
     pub timeout: u64,
+    /// Where peers and clients reach this node: UDP PORT and PORT+1, TCP PORT; without a port one is picked and kept
+    #[arg(long, value_name = "IP[:PORT]", value_parser = fleet_address)]
+    pub fleet_address: Option<String>,
+}
+
+/// `IP`, `IP:PORT`, `[IP6]:PORT`; kept as it was typed.
+fn fleet_address(text: &str) -> Result<String, String> {
+    let alone = text.trim_matches(['[', ']']).parse::<std::net::IpAddr>().is_ok();
+    if alone || text.parse::<std::net::SocketAddr>().is_ok() {
+        return Ok(text.to_owned());
+    }
+    Err("write an IP address, or IP:PORT; names are not resolved here".into())
 }
 
 #[derive(Debug, Args)]
@@ -171,6 +201,12 @@ pub struct Run {
     /// Park after so many idle seconds; 0 is never
     #[arg(long, value_name = "S")]
     pub idle_park: Option<u64>,
+    /// Nodes that must have a checkpoint before it counts as durable; else the fleet's policy
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=16))]
+    pub copies: Option<u16>,
+    /// Node to begin on, by name or number; else the fleet chooses
+    #[arg(long, value_name = "NODE")]
+    pub node: Option<String>,
     /// Do not open the terminal
     #[arg(long, short)]
     pub detach: bool,

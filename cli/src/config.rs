@@ -12,10 +12,15 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Layer {
-    /// The node, `HOST:PORT` or a URL.
+    /// The node, or several nodes of one fleet with commas between them: `HOST:PORT` or URLs.
     pub address: Option<String>,
     /// Bearer token for `address`.
     pub token: Option<String>,
+    /// Fingerprint of the fleet that `address` belongs to; with it the nodes are spoken to by HTTPS.
+    pub fingerprint: Option<String>,
+    /// A context by name (never from a file: `ks context use` is for that).
+    #[serde(skip)]
+    pub context: Option<String>,
     /// Where the node's api.json lies.
     pub api_file: Option<PathBuf>,
     /// `auto`, `kvm` or `qemu`.
@@ -36,10 +41,16 @@ impl Layer {
     /// This layer's settings, and `below`'s where it has none.
     pub fn over(self, below: Layer) -> Layer {
         // An address and a token belong together: a token is never shown to an address of another layer.
-        let token = if self.address.is_some() { self.token } else { self.token.or(below.token) };
+        // A context is an address with all that belongs to it.
+        let placed = self.address.is_some() || self.context.is_some();
+        let (address, context) = if placed { (self.address, self.context) } else { (below.address, below.context) };
+        let token = if placed { self.token } else { self.token.or(below.token) };
+        let fingerprint = if placed { self.fingerprint } else { self.fingerprint.or(below.fingerprint) };
         Layer {
             token,
-            address: self.address.or(below.address),
+            address,
+            fingerprint,
+            context,
             api_file: self.api_file.or(below.api_file),
             engine: self.engine.or(below.engine),
             image: self.image.or(below.image),
@@ -56,10 +67,10 @@ impl Layer {
     /// A project's .ks.toml.
     pub fn project(path: &Path, text: &str) -> Res<Layer> {
         let layer = Self::user(path, text)?;
-        if layer.address.is_some() || layer.token.is_some() || layer.api_file.is_some() {
+        if layer.address.is_some() || layer.token.is_some() || layer.fingerprint.is_some() || layer.api_file.is_some() {
             return Err(Failure::usage(
                 format!("{} may not say where the node is", path.display()),
-                "address, token and api_file in a project's file would send your token where its author likes",
+                "address, token, fingerprint and api_file in a project's file would send your token where its author likes",
                 "move them to the user configuration (`ks help config`)",
             ));
         }
@@ -71,6 +82,8 @@ impl Layer {
         Ok(Layer {
             address: text("KS_ADDR"),
             token: text("KS_TOKEN"),
+            fingerprint: text("KS_FINGERPRINT"),
+            context: text("KS_CONTEXT"),
             api_file: text("KS_API_FILE").map(PathBuf::from),
             engine: text("KS_ENGINE"),
             image: text("KS_IMAGE"),
@@ -97,8 +110,7 @@ fn number<T: std::str::FromStr>(text: &impl Fn(&str) -> Option<String>, key: &st
 }
 
 fn bad_file(path: &Path, why: &str) -> Failure {
-    let next =
-        "settings are address, token, api_file, engine, image, memory_mib, vcpus, cadence_s, idle_park_s; see `ks help config`";
+    let next = "settings are address, token, fingerprint, api_file, engine, image, memory_mib, vcpus, cadence_s, idle_park_s; see `ks help config`";
     Failure::usage(format!("cannot read {}", path.display()), why.trim().replace('\n', "\n    "), next)
 }
 
@@ -121,24 +133,49 @@ pub fn user_file(get: impl Fn(&str) -> Option<String>) -> PathBuf {
     base.join("keepstate/config.toml")
 }
 
-/// `HOST:PORT` or `http://HOST:PORT` as a base URL without a final slash.
-pub fn base_url(address: &str) -> Res<String> {
-    let bad =
-        |why: &str| Failure::usage(format!("{address:?} is no address of a node"), why, "write HOST:PORT, as in 127.0.0.1:7700");
-    let rest = match address.split_once("://") {
-        Some(("http", rest)) => rest,
-        Some((scheme, _)) => return Err(bad(&format!("{scheme}:// is not spoken here, only http://"))),
-        None => address,
-    };
-    let host = rest.trim_end_matches('/');
-    let port = host.rsplit_once(':').map(|(_, p)| p).unwrap_or_default();
-    if host.contains(['/', '@', '?', '#', ' ']) || host.bytes().any(|b| b.is_ascii_control()) {
-        return Err(bad("it has a path, a user or odd characters"));
+/// Where a node's API listens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Address {
+    /// HTTPS? None when the text did not say.
+    pub tls: Option<bool>,
+    /// `HOST:PORT`; IPv6 in brackets.
+    pub host: String,
+}
+
+impl Address {
+    /// Reads `HOST:PORT`, `http://HOST:PORT` or `https://HOST:PORT`.
+    pub fn read(address: &str) -> Res<Self> {
+        let bad = |why: &str| {
+            Failure::usage(format!("{address:?} is no address of a node"), why, "write HOST:PORT, as in 127.0.0.1:7700")
+        };
+        let (tls, rest) = match address.split_once("://") {
+            Some(("http", rest)) => (Some(false), rest),
+            Some(("https", rest)) => (Some(true), rest),
+            Some((scheme, _)) => return Err(bad(&format!("{scheme}:// is not spoken here, only http:// and https://"))),
+            None => (None, address),
+        };
+        let host = rest.trim_end_matches('/');
+        let (name, port) = host.rsplit_once(':').unwrap_or_default();
+        if host.contains(['/', '@', '?', '#', ' ', ',']) || host.bytes().any(|b| b.is_ascii_control()) {
+            return Err(bad("it has a path, a user or odd characters"));
+        }
+        if port.parse::<u16>().is_err() {
+            return Err(bad("it has no port"));
+        }
+        if name.is_empty() || (name.contains(':') && !name.starts_with('[')) {
+            return Err(bad("its host is missing, or an IPv6 address without brackets"));
+        }
+        Ok(Self { tls, host: host.to_owned() })
     }
-    if port.parse::<u16>().is_err() {
-        return Err(bad("it has no port"));
+    /// Reads a list with commas; at least one.
+    pub fn list(text: &str) -> Res<Vec<Self>> {
+        text.split(',').map(str::trim).map(Self::read).collect()
     }
-    Ok(format!("http://{host}"))
+    /// As a URL without a final slash; what the text did not say is as told.
+    pub fn url(&self, tls: bool) -> String {
+        let scheme = if self.tls.unwrap_or(tls) { "https" } else { "http" };
+        format!("{scheme}://{}", self.host)
+    }
 }
 
 #[cfg(test)]
@@ -171,7 +208,7 @@ mod tests {
     fn bad_files_and_values_are_named() {
         let e = Layer::user(p(), "memory = 5").unwrap_err();
         assert!(e.exit == 2 && e.error.what.contains(".ks.toml") && e.error.why.contains("memory"), "{e:?}");
-        for text in ["address = \"evil:1\"", "token = \"x\"", "api_file = \"/x\""] {
+        for text in ["address = \"evil:1\"", "token = \"x\"", "fingerprint = \"x\"", "api_file = \"/x\""] {
             assert_eq!(Layer::project(p(), text).unwrap_err().exit, 2, "{text}");
         }
         let e = Layer::env(|k| (k == "KS_CADENCE").then(|| "soon".into())).unwrap_err();
@@ -189,10 +226,24 @@ mod tests {
 
     #[test]
     fn addresses() {
-        assert_eq!(base_url("127.0.0.1:7700").unwrap(), "http://127.0.0.1:7700");
-        assert_eq!(base_url("http://[::1]:80/").unwrap(), "http://[::1]:80");
-        for bad in ["localhost", "https://a:1", "a:b", "a:1/x", "u@a:1", "a:1?x"] {
-            assert_eq!(base_url(bad).unwrap_err().exit, 2, "{bad}");
+        assert_eq!(Address::read("127.0.0.1:7700").unwrap().url(false), "http://127.0.0.1:7700");
+        assert_eq!(Address::read("127.0.0.1:7700").unwrap().url(true), "https://127.0.0.1:7700");
+        assert_eq!(Address::read("http://[::1]:80/").unwrap().url(true), "http://[::1]:80");
+        let two = Address::list("a:1, https://b:2/").unwrap();
+        assert_eq!(two.iter().map(|a| a.host.as_str()).collect::<Vec<_>>(), ["a:1", "b:2"]);
+        for bad in ["", "localhost", "ftp://a:1", "a:b", "a:1/x", "u@a:1", "a:1?x", "::1:7", ":7", "a:1,,b:2"] {
+            assert_eq!(Address::list(bad).unwrap_err().exit, 2, "{bad}");
         }
+    }
+
+    #[test]
+    fn a_context_and_an_address_push_each_other_out() {
+        let env = Layer { context: Some("prod".into()), ..Layer::default() };
+        let user = Layer::user(p(), "address = \"mine:1\"\ntoken = \"secret\"\nfingerprint = \"ab\"").unwrap();
+        let got = env.clone().over(user.clone());
+        assert_eq!((got.address, got.token, got.fingerprint, got.context.as_deref()), (None, None, None, Some("prod")));
+        let flag = Layer { address: Some("a:1".into()), ..Layer::default() };
+        assert_eq!(flag.over(env).context, None);
+        assert_eq!(Layer::default().over(user).fingerprint.as_deref(), Some("ab"));
     }
 }

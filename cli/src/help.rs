@@ -11,19 +11,20 @@ KeepState: machines for coding agents that survive a crash. First steps:
   ks checkpoint NAME -m \"tests green\"    a point to go back to (ks restore NAME@c7)
   ks fork NAME@c7 -n 3                   three machines that go on from there
   ks kill NAME                           crash it on purpose and see it come back
-Look: show checkpoints tree diff logs events   Move: cp park wake stop rm   More: image demo bench
+Look: show checkpoints tree diff logs events   Move: cp park wake stop rm   More: node fleet user image demo
 Every verb: --json --quiet --no-input. `ks VERB --help` has the options.
-Topics: ks help config | exit-codes | terminal | sync | checkpoints | completion
+Topics: ks help config | exit-codes | terminal | sync | checkpoints | fleet | completion
 ";
 
 /// Topics and their text.
-pub const TOPICS: [(&str, &str); 7] = [
+pub const TOPICS: [(&str, &str); 8] = [
     (
         "config",
         "\
 Settings, the upper one wins:
-  1. options            --address, --engine, --memory, ...
-  2. environment        KS_ADDR KS_TOKEN KS_API_FILE KS_ENGINE KS_IMAGE KS_MEMORY KS_VCPUS KS_CADENCE KS_IDLE_PARK
+  1. options            --address, --context, --engine, --memory, ...
+  2. environment        KS_ADDR KS_TOKEN KS_FINGERPRINT KS_CONTEXT KS_API_FILE KS_ENGINE KS_IMAGE KS_MEMORY KS_VCPUS
+                        KS_CADENCE KS_IDLE_PARK
   3. .ks.toml           in this folder or one above; sizes and engine only, never an address or a token
   4. user configuration $XDG_CONFIG_HOME/keepstate/config.toml (~/.config/keepstate/config.toml)
 
@@ -33,7 +34,10 @@ Settings, the upper one wins:
   vcpus = 1
   cadence_s = 60        # seconds between checkpoints; 0 is never
   idle_park_s = 0       # park after so many idle seconds; 0 is never
-  address = \"127.0.0.1:7700\"   # user configuration only, like token and api_file
+  address = \"127.0.0.1:7700\"   # user configuration only, like token, fingerprint and api_file
+
+An address may be several with commas between them, all of one fleet. `ks login` notes a fleet as a context instead; a
+folder named by KS_HOME or KS_API_FILE comes before the context in use.
 
 The node on this machine is found by api.json in its data folder: KS_HOME, else $XDG_DATA_HOME/keepstate, else
 ~/.local/share/keepstate. NO_COLOR turns colours off. KS_LIBEXEC names the folder of ksd and its helpers.
@@ -96,6 +100,22 @@ They are also taken by themselves every --cadence seconds. Going back loses what
   zsh    echo 'source <(ks completion zsh)' >> ~/.zshrc
   fish   ks completion fish > ~/.config/fish/completions/ks.fish
 Session names complete too, while the node answers. Man page: ks man > ks.1
+",
+    ),
+    (
+        "fleet",
+        "\
+Machines that hold each other's checkpoints: when one dies, its sessions go on at a peer.
+  ks up --fleet-address IP          on each machine: where the others reach it (UDP PORT and PORT+1, TCP PORT)
+  ks node token                     on a member: one use, with an end, carries the fleet's fingerprint
+  ks node join TOKEN                on the new machine
+  ks node ls ; ks fleet status      who is there, who leads, is there a quorum
+  ks node drain NAME                sessions move to peers; waits; goes on if you stop waiting
+  ks node leave                     on the machine itself; ks node rm --force NAME for one that is dead
+  ks user add NAME --role user      prints a token; they run: ks login HOST:PORT --fingerprint F
+  ks context ls | use | rm          the fleets you know; each has several addresses, any node serves any request
+A checkpoint is local, replicating or durable: as many nodes have it as the policy says (ks fleet policy). Three
+machines survive one; two cannot lose either. Without a quorum sessions stand still, and go on when it is back.
 ",
     ),
     (

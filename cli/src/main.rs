@@ -1,14 +1,17 @@
 //! `ks`: the command line of KeepState. Links nothing of ours but the formats; speaks to the node over its API.
 
 mod args;
+mod args_fleet;
 mod bench;
 mod config;
+mod context;
 mod demo;
 mod escape;
 mod failure;
 mod help;
 mod host;
 mod human;
+mod lab;
 mod modes;
 mod output;
 mod plan;
@@ -64,7 +67,8 @@ fn run(cli: Cli) -> Res<u8> {
         print!("{}", help::OVERVIEW);
         return Ok(0);
     };
-    let flags = config::Layer { address: cli.global.address.clone(), ..config::Layer::default() };
+    let flags =
+        config::Layer { address: cli.global.address.clone(), context: cli.global.context.clone(), ..config::Layer::default() };
     let ctx = Ctx::new(&cli.global, host::settings::load(flags)?, host::settings::data_dir());
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.map_err(|e| Failure::local("cannot start", e, "free some memory"))?;

@@ -27,6 +27,8 @@ pub struct Ctx {
     pub settings: Layer,
     /// The folder of the node on this machine.
     pub data_dir: PathBuf,
+    /// Was that folder named by KS_HOME?
+    pub home_given: bool,
 }
 
 impl Ctx {
@@ -43,6 +45,7 @@ impl Ctx {
             progress: err && !global.quiet && !global.json && !dumb,
             settings,
             data_dir,
+            home_given: std::env::var_os("KS_HOME").is_some_and(|v| !v.is_empty()),
         }
     }
 
@@ -86,6 +89,17 @@ impl Ctx {
         let mut line = String::new();
         let got = std::io::stdin().read_line(&mut line).unwrap_or(0);
         got > 0 && matches!(line.trim().to_ascii_lowercase().as_str(), "" | "y" | "yes")
+    }
+    /// A question with no as the answer to Enter. False where we may not ask.
+    pub fn ask_no(&self, question: &str) -> bool {
+        if !self.may_ask {
+            return false;
+        }
+        let mut err = std::io::stderr();
+        let _ = write!(err, "{question} [y/N] ").and_then(|()| err.flush());
+        let mut line = String::new();
+        let got = std::io::stdin().read_line(&mut line).unwrap_or(0);
+        got > 0 && matches!(line.trim().to_ascii_lowercase().as_str(), "y" | "yes")
     }
     /// A progress line on stderr.
     pub fn bar(&self) -> Bar {

@@ -26,9 +26,31 @@ impl Samples {
     }
 }
 
+/// Wilson's 95 % interval of a share, as fractions.
+pub fn wilson(good: u32, of: u32) -> (f64, f64) {
+    if of == 0 {
+        return (0.0, 1.0);
+    }
+    let (n, z) = (f64::from(of), 1.959_964_f64);
+    let p = f64::from(good) / n;
+    let middle = p + z * z / (2.0 * n);
+    let spread = z * (p * (1.0 - p) / n + z * z / (4.0 * n * n)).sqrt();
+    let scale = 1.0 + z * z / n;
+    let round = |v: f64| (v.clamp(0.0, 1.0) * 1e4).round() / 1e4;
+    (round((middle - spread) / scale), round((middle + spread) / scale))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn wilsons_interval_is_the_known_one() {
+        assert_eq!(wilson(25, 25), (0.8668, 1.0));
+        assert_eq!(wilson(0, 0), (0.0, 1.0));
+        let (low, high) = wilson(15, 20);
+        assert!((low - 0.5313).abs() < 2e-3 && (high - 0.8881).abs() < 2e-3, "{low} {high}");
+    }
 
     #[test]
     fn percentiles_are_by_nearest_rank() {

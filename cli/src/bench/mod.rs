@@ -2,8 +2,11 @@
 //! last line of stdout. They drive the product through its own command line and API on a real node.
 
 mod checkpoint;
+mod failover;
 mod figures;
 mod image;
+mod observe;
+mod replicate;
 mod resume;
 mod soak;
 mod start;
@@ -30,6 +33,10 @@ enum Bench {
     Checkpoint(checkpoint::Options),
     /// 82 checkpoints of an agent-like workload: what they cost to keep
     Soak(soak::Options),
+    /// Three nodes, the owner's host killed again and again, then partitions and stopped processes
+    Failover(failover::Options),
+    /// Packs to one peer, against plain QUIC with a hash of the whole file and a sync
+    Replicate(replicate::Options),
     /// From `ks run` to the first answer, and eight forks at once
     Start(start::Options),
 }
@@ -65,12 +72,22 @@ fn in_session(
 
 /// Runs a benchmark; its exit code is the process's.
 pub async fn run(args: BenchArgs, ctx: &Ctx) -> Res<u8> {
-    let asker = Asker { node: Node::find(ctx)?, runtime: tokio::runtime::Handle::current() };
-    let work = tokio::task::spawn_blocking(move || match args.which {
-        Bench::Resume(o) => resume::run(&o, &asker),
-        Bench::Checkpoint(o) => checkpoint::run(&o, &asker),
-        Bench::Soak(o) => soak::run(&o, &asker),
-        Bench::Start(o) => start::run(&o),
+    let runtime = tokio::runtime::Handle::current();
+    // Those of the fleet make their own nodes.
+    let asker = match &args.which {
+        Bench::Failover(_) | Bench::Replicate(_) => None,
+        Bench::Resume(_) | Bench::Checkpoint(_) | Bench::Soak(_) | Bench::Start(_) => {
+            Some(Asker { node: Node::find(ctx)?, runtime })
+        }
+    };
+    let work = tokio::task::spawn_blocking(move || match (args.which, asker) {
+        (Bench::Resume(o), Some(a)) => resume::run(&o, &a),
+        (Bench::Checkpoint(o), Some(a)) => checkpoint::run(&o, &a),
+        (Bench::Soak(o), Some(a)) => soak::run(&o, &a),
+        (Bench::Start(o), _) => start::run(&o),
+        (Bench::Failover(o), _) => failover::run(&o),
+        (Bench::Replicate(o), _) => replicate::run(&o),
+        (Bench::Resume(_) | Bench::Checkpoint(_) | Bench::Soak(_), None) => anyhow::bail!("no node to ask"),
     });
     finish("the benchmark", work.await)
 }

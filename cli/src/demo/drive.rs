@@ -3,12 +3,49 @@
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::process::{Command, Output, Stdio};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
+
+/// What makes every following call speak to another fleet than the settings say, and where it does so from.
+static CLIENT: OnceLock<Client> = OnceLock::new();
+
+/// A laptop that calls come from.
+#[derive(Debug, Clone)]
+pub struct Client {
+    /// Environment of the calls.
+    pub env: Vec<(String, String)>,
+    /// Words in front of each call (a namespace to be in).
+    pub before: Vec<String>,
+}
+
+/// All following calls come from this laptop; only the first one counts.
+pub fn come_from(client: Client) {
+    let _ = CLIENT.set(client);
+}
+
+fn command(args: &[&str]) -> Result<Command> {
+    let exe = std::env::current_exe().context("finding this program")?;
+    let Some(client) = CLIENT.get() else {
+        let mut c = Command::new(exe);
+        c.args(args).stdin(Stdio::null());
+        return Ok(c);
+    };
+    let mut c = match client.before.split_first() {
+        Some((program, rest)) => {
+            let mut c = Command::new(program);
+            c.args(rest).arg(exe);
+            c
+        }
+        None => Command::new(exe),
+    };
+    c.env_remove("KS_HOME").env_remove("KS_API_FILE").env_remove("KS_CONTEXT");
+    c.envs(client.env.iter().cloned()).args(args).stdin(Stdio::null());
+    Ok(c)
+}
 
 /// One `ks` call; its output whatever the outcome.
 pub fn ks(args: &[&str]) -> Result<Output> {
-    let exe = std::env::current_exe().context("finding this program")?;
-    Command::new(exe).args(args).stdin(Stdio::null()).output().context("starting ks")
+    command(args)?.output().context("starting ks")
 }
 
 /// One call that must succeed; its standard output, trimmed.
@@ -32,8 +69,7 @@ pub fn json(args: &[&str]) -> Result<Value> {
 
 /// One call whose progress the person sees.
 pub fn shown(args: &[&str]) -> Result<()> {
-    let exe = std::env::current_exe().context("finding this program")?;
-    let status = Command::new(exe).args(args).stdin(Stdio::null()).stdout(Stdio::null()).status().context("starting ks")?;
+    let status = command(args)?.stdout(Stdio::null()).status().context("starting ks")?;
     if !status.success() {
         bail!("ks {} failed ({status})", args.join(" "));
     }

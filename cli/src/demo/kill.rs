@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use std::time::Instant;
 
 /// The agent's log as (nonce, seconds, text) lines.
-fn log(session: &str) -> Result<Vec<(String, f64, String)>> {
+pub fn log(session: &str) -> Result<Vec<(String, f64, String)>> {
     let text = sh(session, "cat /workspace/demo/agent.log")?;
     Ok(text
         .lines()
@@ -21,7 +21,7 @@ fn log(session: &str) -> Result<Vec<(String, f64, String)>> {
 }
 
 /// The last step that a log says is done.
-fn steps(log: &[(String, f64, String)]) -> u64 {
+pub fn steps(log: &[(String, f64, String)]) -> u64 {
     log.iter().filter_map(|(_, _, t)| t.strip_prefix("step ")?.split(' ').next()?.parse().ok()).max().unwrap_or(0)
 }
 
@@ -36,23 +36,10 @@ struct Crash {
 /// Runs the demonstration; fails when the session, its process or the work is not what it was.
 pub fn run(pace: f64, keep: bool) -> Result<()> {
     let name = fresh_name("kill");
-    let dir = tempdir("demo")?;
-    repo::write(&dir)?;
-    say(&format!("session {name}: a stand-in agent moves a 12-file repository to a new version of its dependency"));
-    let start = format!(
-        "cd /workspace/demo/repo && git init -q . && git config user.name agent && git config user.email agent@localhost && \
-         git add -A && git commit -q -m start && python3 ../agent.py /workspace/demo/repo {pace}; exec bash"
-    );
-    let sync = dir.display().to_string();
-    shown(&["run", "--name", &name, "--cadence", "0", "--detach", "--sync", &sync, "--", "bash", "-c", &start])?;
-    std::fs::remove_dir_all(&dir).ok();
+    begin(&name, pace)?;
     let crash = crash(&name)?;
     say("it goes on; waiting for the agent to finish");
-    let finished = wait("the agent finishes", 300, || {
-        let l = log(&name)?;
-        Ok(l.iter().any(|(_, _, t)| t == "finished").then_some(l))
-    })?;
-    let verdict = verdict(&name, &finished)?;
+    let verdict = finished(&name)?;
     let figures = json!({
         "session": name, "killed_after_step": crash.at_step, "interruption_s": crash.interruption_s, "lost_steps": crash.lost_steps,
         "lost_work_s": crash.lost_s, "recorded": crash.recorded, "doctor_ok": verdict.doctor, "tests_pass": verdict.tests,
@@ -68,6 +55,30 @@ pub fn run(pace: f64, keep: bool) -> Result<()> {
     ensure!(verdict.good(), "the session came back, but not whole: see the report");
     println!("{}", serde_json::to_string(&figures)?);
     Ok(())
+}
+
+/// Starts the session with its agent.
+pub fn begin(name: &str, pace: f64) -> Result<()> {
+    let dir = tempdir("demo")?;
+    repo::write(&dir)?;
+    say(&format!("session {name}: a stand-in agent moves a 12-file repository to a new version of its dependency"));
+    let start = format!(
+        "cd /workspace/demo/repo && git init -q . && git config user.name agent && git config user.email agent@localhost && \
+         git add -A && git commit -q -m start && python3 ../agent.py /workspace/demo/repo {pace}; exec bash"
+    );
+    let sync = dir.display().to_string();
+    shown(&["run", "--name", name, "--cadence", "0", "--detach", "--sync", &sync, "--", "bash", "-c", &start])?;
+    std::fs::remove_dir_all(&dir).ok();
+    Ok(())
+}
+
+/// Waits for the agent's end and looks at what it left.
+pub fn finished(name: &str) -> Result<Verdict> {
+    let last = wait("the agent finishes", 300, || {
+        let l = log(name)?;
+        Ok(l.iter().any(|(_, _, t)| t == "finished").then_some(l))
+    })?;
+    verdict(name, &last)
 }
 
 /// Lets the agent work, takes a checkpoint, lets it work on, then kills VM and daemon.
@@ -105,15 +116,23 @@ fn crash(name: &str) -> Result<Crash> {
     })
 }
 
-struct Verdict {
-    doctor: bool,
-    tests: bool,
-    fsck: bool,
-    commits: u64,
-    same_process: bool,
+/// What the session was like at the end.
+#[derive(Debug)]
+pub struct Verdict {
+    /// `ks doctor` finds nothing.
+    pub doctor: bool,
+    /// The repository's own tests pass.
+    pub tests: bool,
+    /// `git fsck` finds nothing.
+    pub fsck: bool,
+    /// Commits, of 14.
+    pub commits: u64,
+    /// One process wrote the whole log.
+    pub same_process: bool,
 }
 impl Verdict {
-    fn good(&self) -> bool {
+    /// Whole?
+    pub fn good(&self) -> bool {
         // One commit at the start, one for the new version, one for each of the 12 files.
         self.doctor && self.tests && self.fsck && self.commits == 14 && self.same_process
     }

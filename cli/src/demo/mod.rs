@@ -3,6 +3,7 @@
 //! Nothing in the product knows the demos: the agent is a program inside the guest that a real agent could replace.
 
 pub mod drive;
+pub mod fleet;
 mod fork;
 mod kill;
 mod repo;
@@ -31,6 +32,18 @@ enum Demo {
         #[arg(long)]
         keep: bool,
     },
+    /// Three nodes on this machine; every process of a session's owner is killed; a peer goes on
+    Fleet {
+        /// Seconds that the stand-in agent thinks before each step
+        #[arg(long, default_value_t = PACE_S)]
+        pace: f64,
+        /// Give each node a network namespace of its own (needs root)
+        #[arg(long)]
+        netns: bool,
+        /// Leave the nodes running for a look around; the report says how to speak to them
+        #[arg(long)]
+        keep: bool,
+    },
     /// One parent, three children: the same past, nothing shared after
     Fork {
         /// Leave the sessions for a look around
@@ -46,6 +59,7 @@ const PACE_S: f64 = 1.5;
 pub async fn run(args: DemoArgs, _ctx: &Ctx) -> Res<u8> {
     let work = tokio::task::spawn_blocking(move || match args.which {
         Some(Demo::Kill { pace, keep }) => kill::run(pace, keep),
+        Some(Demo::Fleet { pace, netns, keep }) => fleet::run(pace, netns, keep),
         Some(Demo::Fork { keep }) => fork::run(keep),
         None => kill::run(PACE_S, false).and_then(|()| fork::run(false)),
     });

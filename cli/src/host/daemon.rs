@@ -32,8 +32,12 @@ pub fn program() -> Res<PathBuf> {
     ))
 }
 
-fn arguments(data_dir: &Path) -> [OsString; 4] {
-    ["supervise".into(), "--".into(), "--data-dir".into(), data_dir.as_os_str().to_owned()]
+fn arguments(data_dir: &Path, fleet_address: Option<&str>) -> Vec<OsString> {
+    let mut all = vec!["supervise".into(), "--".into(), "--data-dir".into(), data_dir.as_os_str().to_owned()];
+    if let Some(a) = fleet_address {
+        all.extend(["--fleet-address".into(), a.into()]);
+    }
+    all
 }
 
 fn pid_file(data_dir: &Path) -> PathBuf {
@@ -53,14 +57,14 @@ pub fn make_data_dir(data_dir: &Path) -> Res<()> {
 }
 
 /// Becomes the node; returns only if that fails.
-pub fn become_node(data_dir: &Path) -> Res<std::convert::Infallible> {
+pub fn become_node(data_dir: &Path, fleet_address: Option<&str>) -> Res<std::convert::Infallible> {
     let ksd = program()?;
-    let e = Command::new(&ksd).args(arguments(data_dir)).exec();
+    let e = Command::new(&ksd).args(arguments(data_dir, fleet_address)).exec();
     Err(Failure::local(format!("cannot run {}", ksd.display()), e, "is it a program for this machine?"))
 }
 
 /// Starts the node in a session of its own, away from the terminal. The child is the supervisor itself.
-pub fn start(data_dir: &Path) -> Res<std::process::Child> {
+pub fn start(data_dir: &Path, fleet_address: Option<&str>) -> Res<std::process::Child> {
     let ksd = program()?;
     let bad =
         |e: std::io::Error| Failure::local(format!("cannot start {}", ksd.display()), e, "is it a program for this machine?");
@@ -70,7 +74,7 @@ pub fn start(data_dir: &Path) -> Res<std::process::Child> {
     let child = Command::new(me)
         .arg(crate::DETACH)
         .arg(&ksd)
-        .args(arguments(data_dir))
+        .args(arguments(data_dir, fleet_address))
         .current_dir("/")
         .stdin(Stdio::null())
         .stdout(log.try_clone().map_err(bad)?)

@@ -1,30 +1,54 @@
 //! The node's HTTP API as a client sees it: finding the node, calls, long calls with progress, byte streams.
+//!
+//! A fleet has several addresses. A connection is made to the first that answers (conn.rs); a request that changes nothing
+//! is asked again elsewhere when its node dies or has lost its quorum, one that may change something only when nothing
+//! of it was sent.
 
-use crate::config::base_url;
+use super::conn::{Endpoints, Unreachable, Wire};
+use super::{contexts, tls};
+use crate::config::Address;
+use crate::context::{Context, Fingerprint};
 use crate::failure::{Failure, Res};
 use crate::output::{Bar, Ctx};
+use bytes::Bytes;
 use futures::{Stream, StreamExt};
+use http_body_util::combinators::UnsyncBoxBody;
+use http_body_util::{BodyExt, Full, StreamBody};
+use hyper::body::{Frame, Incoming};
+use hyper::client::conn::http1;
+use hyper::{Method, Response};
+use hyper_util::rt::TokioIo;
 use ks_proto::api::{ApiError, ApiFile, Session};
-use reqwest::{Method, RequestBuilder, Response};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Largest single answer or line of an answer.
 const ANSWER_MAX: usize = 256 * 1024 * 1024;
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Longest wait for a whole short answer.
 const SHORT_CALL: Duration = Duration::from_secs(60);
+/// Longest wait for the beginning of a short answer while there are other addresses to ask.
+const NEXT_AFTER: Duration = Duration::from_secs(5);
 
-/// A node that we can call.
+type Body = UnsyncBoxBody<Bytes, std::io::Error>;
+
+/// A node that we can call, or a fleet of them.
 #[derive(Debug, Clone)]
 pub struct Node {
-    http: reqwest::Client,
-    base: String,
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    endpoints: Endpoints,
     token: String,
     /// What to say when nobody answers.
     hint: String,
+    /// The context that it comes from.
+    context: Option<String>,
 }
 
 /// Reads the api.json of a node's data folder.
@@ -43,87 +67,196 @@ pub fn read_api_file(path: &Path) -> Res<ApiFile> {
 /// The failure of a node that does not answer.
 pub fn node_down(base: Option<&str>, why: &str) -> Failure {
     let what = base.map_or("no node is running here".to_owned(), |b| format!("no node answers at {b}"));
-    Failure::new("node-down", what, why, "start one with `ks up`, or say where it is with KS_ADDR and KS_TOKEN")
+    Failure::new("node-down", what, why, "start one with `ks up`, or say where it is with KS_ADDR and KS_TOKEN, or `ks login`")
+}
+
+/// Where the address that answered last is remembered, by fleet.
+fn memory(fingerprint: Fingerprint) -> Option<std::path::PathBuf> {
+    let text = |k: &str| std::env::var_os(k).map(std::path::PathBuf::from).filter(|p| p.is_absolute());
+    let base = text("XDG_STATE_HOME").or_else(|| text("HOME").map(|h| h.join(".local/state")))?;
+    Some(base.join("keepstate/answered").join(&fingerprint.to_string()[..16]))
 }
 
 impl Node {
-    /// The node that the settings point to.
+    /// The node that the settings point to: an address, a context, this machine's.
     pub fn find(ctx: &Ctx) -> Res<Self> {
         let s = &ctx.settings;
         let file = s.api_file.clone().unwrap_or_else(|| ctx.data_dir.join("api.json"));
-        let Some(address) = &s.address else { return Self::from_file(&file) };
-        let base = base_url(address)?;
+        if let Some(address) = &s.address {
+            return Self::at(ctx, address, &file);
+        }
+        if s.context.as_deref() == Some(crate::context::LOCAL) {
+            return Self::from_file(&file);
+        }
+        // A folder that was named is meant, whatever context is in use.
+        let named = s.api_file.is_some() || ctx.home_given;
+        let all = match &s.context {
+            None if named => return Self::from_file(&file),
+            _ => contexts::load(&contexts::file())?,
+        };
+        match s.context.as_deref().or(all.in_use()) {
+            Some(name) => Self::in_context(name, all.named(name)?),
+            None => Self::from_file(&file),
+        }
+    }
+    /// The node of this machine, whatever the settings say.
+    pub fn here(ctx: &Ctx) -> Res<Self> {
+        Self::from_file(&ctx.settings.api_file.clone().unwrap_or_else(|| ctx.data_dir.join("api.json")))
+    }
+    fn at(ctx: &Ctx, address: &str, file: &Path) -> Res<Self> {
+        let s = &ctx.settings;
+        let all = Address::list(address)?;
+        let fingerprint: Option<Fingerprint> = s.fingerprint.as_deref().map(str::parse).transpose()?;
+        let urls: Vec<String> = all.iter().map(|a| a.url(fingerprint.is_some())).collect();
         if let Some(token) = &s.token {
-            return Self::new(base, token.clone(), "the address comes from your settings".into());
+            return Self::new(urls, token.clone(), fingerprint, "the address comes from your settings".into(), None);
         }
-        match read_api_file(&file) {
-            Ok(api) if base_url(&api.url)? == base => Self::new(base, api.token, String::new()),
-            _ => Err(Failure::usage(format!("no token for {base}"), "an address was given without one", "set KS_TOKEN as well")),
+        match read_api_file(file) {
+            Ok(api) if urls == [Address::read(&api.url)?.url(false)] => Self::new(urls, api.token, None, String::new(), None),
+            _ => Err(Failure::usage(
+                format!("no token for {}", urls.join(", ")),
+                "an address was given without one",
+                "set KS_TOKEN as well, or `ks login` once",
+            )),
         }
+    }
+    /// A fleet as `ks login` noted it.
+    pub fn in_context(name: &str, c: &Context) -> Res<Self> {
+        let urls = c.addresses.iter().map(|a| Ok(Address::read(a)?.url(true))).collect::<Res<Vec<_>>>()?;
+        if urls.is_empty() {
+            return Err(Failure::usage(format!("context {name} has no address"), "its list is empty", "`ks login` again"));
+        }
+        let fingerprint = c.fingerprint.parse()?;
+        Self::new(urls, c.token.clone(), Some(fingerprint), format!("context {name}"), Some(name.to_owned()))
     }
     /// The node whose api.json this is.
     pub fn from_file(file: &Path) -> Res<Self> {
         let api = read_api_file(file)?;
-        Self::new(base_url(&api.url)?, api.token, format!("its process was {}", api.pid))
+        Self::new(vec![Address::read(&api.url)?.url(false)], api.token, None, format!("its process was {}", api.pid), None)
     }
-    fn new(base: String, token: String, hint: String) -> Res<Self> {
-        let http = reqwest::Client::builder()
-            .no_proxy()
-            .connect_timeout(CONNECT_TIMEOUT)
-            .build()
-            .map_err(|e| Failure::local("cannot start the HTTP client", e, "report this"))?;
-        Ok(Self { http, base, token, hint })
+    fn new(
+        urls: Vec<String>,
+        token: String,
+        fingerprint: Option<Fingerprint>,
+        hint: String,
+        context: Option<String>,
+    ) -> Res<Self> {
+        let bad = |e: rustls::Error| Failure::local("cannot start TLS", e, "report this");
+        let tls = fingerprint.map(|f| tls::pinned(f, None)).transpose().map_err(bad)?;
+        let endpoints = Endpoints::new(urls, tls, fingerprint.and_then(memory));
+        Ok(Self { inner: Arc::new(Inner { endpoints, token, hint, context }) })
     }
-    /// `http://HOST:PORT`.
+    /// `http://HOST:PORT` of the address that answered last.
     pub fn base(&self) -> &str {
-        &self.base
+        self.inner.endpoints.url()
+    }
+    /// All addresses.
+    pub fn endpoints(&self) -> &Endpoints {
+        &self.inner.endpoints
     }
     /// The bearer token.
     pub fn token(&self) -> &str {
-        &self.token
+        &self.inner.token
+    }
+    /// The context that it comes from, if it does.
+    pub fn context(&self) -> Option<&str> {
+        self.inner.context.as_deref()
     }
 
-    fn request(&self, method: Method, path: &str) -> RequestBuilder {
-        self.http.request(method, format!("{}{path}", self.base)).bearer_auth(&self.token)
-    }
-    async fn send(&self, what: &str, request: RequestBuilder) -> Res<Response> {
-        let response = request.send().await.map_err(|e| self.broken(what, &e))?;
-        if response.status().is_success() {
-            return Ok(response);
-        }
-        let status = response.status();
-        let body = response.bytes().await.unwrap_or_default();
-        Err(refusal(what, status.as_u16(), &body))
-    }
-    fn broken(&self, what: &str, e: &reqwest::Error) -> Failure {
-        let why = root_cause(e);
-        if e.is_connect() {
-            let hint = if self.hint.is_empty() { String::new() } else { format!(" ({})", self.hint) };
-            return node_down(Some(&self.base), &format!("{why}{hint}"));
-        }
-        if e.is_timeout() {
+    /// The failure of having reached nobody.
+    pub fn unreachable(&self, e: &Unreachable) -> Failure {
+        let urls = self.inner.endpoints.urls().join(", ");
+        if e.other_fleet() {
             return Failure::new(
-                "timeout",
-                what,
-                format!("no answer from {} in time", self.base),
-                "look at `ks events` and the node's log",
+                "untrusted",
+                format!("{urls} is not the fleet that you know"),
+                e.words(),
+                "if the fleet was made anew, `ks login` again with its new fingerprint; else somebody stands between",
             );
         }
-        Failure::link_lost(what, why)
+        let hint = if self.inner.hint.is_empty() { String::new() } else { format!(" ({})", self.inner.hint) };
+        node_down(Some(&urls), &format!("{}{hint}", e.words()))
+    }
+
+    /// One request over a connection of its own, up to the head of its answer.
+    async fn ask(
+        &self,
+        wire: Wire,
+        at: usize,
+        method: Method,
+        path: &str,
+        body: Body,
+        kind: &str,
+    ) -> hyper::Result<Response<Incoming>> {
+        let (mut sender, connection) = http1::handshake(TokioIo::new(wire)).await?;
+        tokio::spawn(connection);
+        let url = self.inner.endpoints.urls().get(at).map_or("", String::as_str);
+        let host = url.split_once("://").map_or(url, |u| u.1);
+        let mut request = hyper::Request::new(body);
+        *request.method_mut() = method;
+        // Paths are ours (names are checked, values encoded); one that is none is refused by the node.
+        *request.uri_mut() = path.parse().unwrap_or_default();
+        let headers = request.headers_mut();
+        let bearer = format!("Bearer {}", self.inner.token);
+        for (name, value) in [("host", host), ("authorization", bearer.as_str()), ("content-type", kind), ("accept", "*/*")] {
+            if let (false, Ok(v)) = (value.is_empty(), value.parse()) {
+                headers.insert(name, v);
+            }
+        }
+        sender.send_request(request).await
+    }
+
+    /// A request that changes nothing: asked again elsewhere until somebody answers.
+    async fn look(&self, what: &str, path: &str, patience: Duration) -> Res<Response<Incoming>> {
+        let mut not = vec![];
+        let mut first: Option<Failure> = None;
+        loop {
+            let (at, wire) = match self.inner.endpoints.connect(&not).await {
+                Ok(got) => got,
+                Err(e) => return Err(first.unwrap_or_else(|| self.unreachable(&e))),
+            };
+            not.push(at);
+            let others = not.len() < self.inner.endpoints.urls().len();
+            let patience = if others { patience.min(NEXT_AFTER) } else { patience };
+            let failure = match tokio::time::timeout(patience, self.ask(wire, at, Method::GET, path, empty(), "")).await {
+                Ok(Ok(r)) if r.status().is_success() => return Ok(r),
+                Ok(Ok(r)) => refused(what, r).await,
+                Ok(Err(e)) => Failure::link_lost(what, root_cause(&e)),
+                Err(_) => Failure::new(
+                    "timeout",
+                    what,
+                    format!("no answer from {} in {} s", self.inner.endpoints.urls()[at], patience.as_secs()),
+                    "look at `ks events` and the node's log",
+                ),
+            };
+            if !others || !elsewhere(&failure.error.code) {
+                return Err(first.unwrap_or(failure));
+            }
+            first.get_or_insert(failure);
+        }
+    }
+
+    /// A request that may change something: sent once, over the first connection that can be had.
+    async fn change(&self, what: &str, method: Method, path: &str, body: Body, kind: &str) -> Res<Response<Incoming>> {
+        let (at, wire) = self.inner.endpoints.connect(&[]).await.map_err(|e| self.unreachable(&e))?;
+        let r = self.ask(wire, at, method, path, body, kind).await.map_err(|e| Failure::link_lost(what, root_cause(&e)))?;
+        if r.status().is_success() { Ok(r) } else { Err(refused(what, r).await) }
     }
 
     /// A short GET.
     pub async fn get<T: DeserializeOwned>(&self, path: &str) -> Res<T> {
-        let what = format!("GET {path}");
-        let response = self.send(&what, self.request(Method::GET, path).timeout(SHORT_CALL)).await?;
-        let body = response.bytes().await.map_err(|e| self.broken(&what, &e))?;
-        parse(&what, &body)
+        parse(&format!("GET {path}"), &self.get_text(path).await?)
     }
-    /// A short GET with its own deadline, its answer as text.
+    /// A short GET, its answer as text.
     pub async fn get_text(&self, path: &str) -> Res<Vec<u8>> {
         let what = format!("GET {path}");
-        let response = self.send(&what, self.request(Method::GET, path).timeout(SHORT_CALL)).await?;
-        Ok(response.bytes().await.map_err(|e| self.broken(&what, &e))?.to_vec())
+        let late =
+            || Failure::new("timeout", &what, format!("no whole answer in {} s", SHORT_CALL.as_secs()), "look at `ks events`");
+        let whole = async {
+            let response = self.look(&what, path, SHORT_CALL).await?;
+            collect(&what, response).await
+        };
+        tokio::time::timeout(SHORT_CALL, whole).await.map_err(|_| late())?
     }
     /// One session.
     pub async fn session(&self, name: &str) -> Res<Session> {
@@ -132,8 +265,15 @@ impl Node {
     /// A DELETE; whatever the node answers.
     pub async fn delete(&self, path: &str) -> Res<Value> {
         let what = format!("DELETE {path}");
-        let response = self.send(&what, self.request(Method::DELETE, path)).await?;
+        let response = self.change(&what, Method::DELETE, path, empty(), "").await?;
         self.finish(&what, response, &mut |_, _, _| {}).await
+    }
+    /// A PUT of JSON.
+    pub async fn put<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Res<T> {
+        let what = format!("PUT {path}");
+        let response = self.change(&what, Method::PUT, path, json_body(body)?, "application/json").await?;
+        let value = self.finish(&what, response, &mut |_, _, _| {}).await?;
+        serde_json::from_value(value).map_err(|e| not_understood(&what, &e.to_string()))
     }
     /// A call that may take long: progress goes to `bar`, the result comes back.
     pub async fn call<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize, bar: &mut Bar) -> Res<T> {
@@ -149,9 +289,7 @@ impl Node {
         step: &mut (dyn FnMut(&str, u64, u64) + Send),
     ) -> Res<T> {
         let what = format!("POST {path}");
-        let text = serde_json::to_vec(body).map_err(|e| Failure::local("cannot write the request", e, "report this"))?;
-        let request = self.request(Method::POST, path).header("content-type", "application/json").body(text);
-        let response = self.send(&what, request).await?;
+        let response = self.change(&what, Method::POST, path, json_body(body)?, "application/json").await?;
         let value = self.finish(&what, response, step).await?;
         serde_json::from_value(value).map_err(|e| not_understood(&what, &e.to_string()))
     }
@@ -161,24 +299,25 @@ impl Node {
         S: Stream<Item = std::io::Result<Vec<u8>>> + Send + 'static,
     {
         let what = format!("PUT {}", path.split('?').next().unwrap_or(path));
-        let request = self.request(Method::PUT, path).header("content-type", "application/x-tar");
-        let response = self.send(&what, request.body(reqwest::Body::wrap_stream(body))).await?;
+        let body = StreamBody::new(body.map(|r| r.map(|b| Frame::data(Bytes::from(b)))));
+        let response = self.change(&what, Method::PUT, path, body.boxed_unsync(), "application/x-tar").await?;
         self.finish(&what, response, &mut |_, _, _| {}).await.map(|_| ())
     }
     /// Receives a byte stream.
     pub async fn get_stream(&self, path: &str) -> Res<impl Stream<Item = std::io::Result<Vec<u8>>> + Send + use<>> {
         let what = format!("GET {}", path.split('?').next().unwrap_or(path));
-        let response = self.send(&what, self.request(Method::GET, path)).await?;
-        Ok(response.bytes_stream().map(|r| r.map(|b| b.to_vec()).map_err(|e| std::io::Error::other(root_cause(&e)))))
+        let response = self.look(&what, path, SHORT_CALL).await?;
+        let stream = response.into_body().into_data_stream();
+        Ok(stream.map(|r| r.map(|b| b.to_vec()).map_err(|e| std::io::Error::other(root_cause(&e)))))
     }
     /// Hands every line of an NDJSON answer to `line` until the node ends it.
     pub async fn lines(&self, path: &str, line: &mut (dyn FnMut(Value) -> Res<()> + Send)) -> Res<()> {
         let what = format!("GET {path}");
-        let response = self.send(&what, self.request(Method::GET, path)).await?;
+        let response = self.look(&what, path, SHORT_CALL).await?;
         let mut lines = Lines::default();
-        let mut stream = response.bytes_stream();
+        let mut stream = response.into_body().into_data_stream();
         while let Some(part) = stream.next().await {
-            for text in lines.push(&part.map_err(|e| self.broken(&what, &e))?)? {
+            for text in lines.push(&part.map_err(|e| Failure::link_lost(&what, root_cause(&e)))?)? {
                 line(parse(&what, &text)?)?;
             }
         }
@@ -189,11 +328,16 @@ impl Node {
     }
 
     /// Reads an answer to its end: NDJSON progress with a result, or the result itself.
-    async fn finish(&self, what: &str, response: Response, step: &mut (dyn FnMut(&str, u64, u64) + Send)) -> Res<Value> {
+    async fn finish(
+        &self,
+        what: &str,
+        response: Response<Incoming>,
+        step: &mut (dyn FnMut(&str, u64, u64) + Send),
+    ) -> Res<Value> {
         let mut lines = Lines::default();
         let mut last: Option<Value> = None;
         let mut progressing = false;
-        let mut stream = response.bytes_stream();
+        let mut stream = response.into_body().into_data_stream();
         loop {
             let (texts, ended) = match stream.next().await {
                 Some(part) => (lines.push(&part.map_err(|e| Failure::link_lost(what, root_cause(&e)))?)?, false),
@@ -219,6 +363,39 @@ impl Node {
             _ => Err(Failure::link_lost(what, "the node's answer ended before its result")),
         }
     }
+}
+
+/// Refusals of one node that another may not share: it is cut off, or its peer is.
+fn elsewhere(code: &str) -> bool {
+    matches!(code, "no-quorum" | "lapsed" | "unreachable" | "link-lost" | "timeout")
+}
+
+fn empty() -> Body {
+    Full::new(Bytes::new()).map_err(|never| match never {}).boxed_unsync()
+}
+
+fn json_body(body: &impl Serialize) -> Res<Body> {
+    let text = serde_json::to_vec(body).map_err(|e| Failure::local("cannot write the request", e, "report this"))?;
+    Ok(Full::new(Bytes::from(text)).map_err(|never| match never {}).boxed_unsync())
+}
+
+async fn collect(what: &str, response: Response<Incoming>) -> Res<Vec<u8>> {
+    let mut all = vec![];
+    let mut stream = response.into_body().into_data_stream();
+    while let Some(part) = stream.next().await {
+        all.extend_from_slice(&part.map_err(|e| Failure::link_lost(what, root_cause(&e)))?);
+        if all.len() > ANSWER_MAX {
+            return Err(not_understood(what, "it has no end"));
+        }
+    }
+    Ok(all)
+}
+
+async fn refused(what: &str, response: Response<Incoming>) -> Failure {
+    let status = response.status().as_u16();
+    // What cannot be read of a refusal is not missed: the status says enough.
+    let body = collect(what, response).await.unwrap_or_default();
+    refusal(what, status, &body)
 }
 
 enum Line {

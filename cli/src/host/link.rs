@@ -1,5 +1,6 @@
 //! A WebSocket to a program in a session: exec and attach.
 
+use super::conn::Wire;
 use super::http::{Node, refusal, root_cause};
 use crate::failure::{Failure, Res};
 use futures::stream::{SplitSink, SplitStream};
@@ -7,7 +8,6 @@ use futures::{SinkExt, StreamExt};
 use ks_proto::api::{ApiError, ExecStart};
 use ks_proto::guest::ExecFrame;
 use std::time::Duration;
-use tokio::net::TcpStream;
 use tokio_tungstenite::tungstenite::client::IntoClientRequest;
 use tokio_tungstenite::tungstenite::protocol::WebSocketConfig;
 use tokio_tungstenite::tungstenite::{Error as WsError, Message};
@@ -32,10 +32,10 @@ pub enum Incoming {
 
 /// The receiving half.
 #[derive(Debug)]
-pub struct Receiver(SplitStream<WebSocketStream<TcpStream>>);
+pub struct Receiver(SplitStream<WebSocketStream<Wire>>);
 /// The sending half.
 #[derive(Debug)]
-pub struct Sender(SplitSink<WebSocketStream<TcpStream>, Message>);
+pub struct Sender(SplitSink<WebSocketStream<Wire>, Message>);
 
 /// Opens `exec` or `attach` of a session and sends the start message.
 pub async fn open(node: &Node, session: &str, kind: &str, start: &ExecStart) -> Res<(Sender, Receiver)> {
@@ -55,13 +55,31 @@ pub async fn open(node: &Node, session: &str, kind: &str, start: &ExecStart) -> 
     Ok((Sender(tx), Receiver(rx)))
 }
 
-async fn connect(node: &Node, session: &str, kind: &str) -> Res<WebSocketStream<TcpStream>> {
+/// A node that is cut off refuses before anything ran: then the next one is asked.
+async fn connect(node: &Node, session: &str, kind: &str) -> Res<WebSocketStream<Wire>> {
+    let mut not = vec![];
+    let mut first: Option<Failure> = None;
+    loop {
+        let (at, wire) = match node.endpoints().connect(&not).await {
+            Ok(got) => got,
+            Err(e) => return Err(first.unwrap_or_else(|| node.unreachable(&e))),
+        };
+        not.push(at);
+        match upgrade(node, wire, &node.endpoints().urls()[at], session, kind).await {
+            Ok(ws) => return Ok(ws),
+            Err(f) if matches!(f.error.code.as_str(), "no-quorum" | "lapsed" | "unreachable" | "link-lost") => {
+                first.get_or_insert(f);
+            }
+            Err(f) => return Err(f),
+        }
+    }
+}
+
+async fn upgrade(node: &Node, wire: Wire, url: &str, session: &str, kind: &str) -> Res<WebSocketStream<Wire>> {
     let what = format!("{kind} {session}");
-    let host = node.base().trim_start_matches("http://");
-    let down = |e: std::io::Error| super::http::node_down(Some(node.base()), &e.to_string());
-    let tcp = TcpStream::connect(host).await.map_err(down)?;
-    tune(&tcp).map_err(|e| down(e.into()))?;
+    let host = url.split_once("://").map_or(url, |u| u.1);
     let bad = |e: &dyn std::error::Error| Failure::link_lost(&what, root_cause(e));
+    rustix::net::sockopt::set_socket_recv_buffer_size(wire.tcp(), RECEIVE_BUFFER).map_err(|e| bad(&e))?;
     let mut request = format!("ws://{host}/v1/sessions/{session}/{kind}").into_client_request().map_err(|e| bad(&e))?;
     let bearer = format!("Bearer {}", node.token()).parse().map_err(|_| {
         Failure::usage("the token cannot be sent", "it has characters that HTTP does not carry", "set KS_TOKEN right")
@@ -72,22 +90,11 @@ async fn connect(node: &Node, session: &str, kind: &str) -> Res<WebSocketStream<
         .write_buffer_size(0)
         .max_message_size(Some(1 << 20))
         .max_frame_size(Some(1 << 20));
-    match client_async_with_config(request, tcp, Some(config)).await {
+    match client_async_with_config(request, wire, Some(config)).await {
         Ok((ws, _)) => Ok(ws),
         Err(WsError::Http(r)) => Err(refusal(&what, r.status().as_u16(), r.body().as_deref().unwrap_or_default())),
         Err(e) => Err(bad(&e)),
     }
-}
-
-/// A dead peer is noticed by the kernel (20 s), whatever the programs at the ends do.
-fn tune(tcp: &TcpStream) -> rustix::io::Result<()> {
-    use rustix::net::sockopt;
-    sockopt::set_tcp_nodelay(tcp, true)?;
-    sockopt::set_socket_recv_buffer_size(tcp, RECEIVE_BUFFER)?;
-    sockopt::set_socket_keepalive(tcp, true)?;
-    sockopt::set_tcp_keepidle(tcp, Duration::from_secs(5))?;
-    sockopt::set_tcp_keepintvl(tcp, Duration::from_secs(5))?;
-    sockopt::set_tcp_keepcnt(tcp, 3)
 }
 
 impl Receiver {

@@ -1,6 +1,8 @@
 //! Everything of `ks` that touches the world: the node's API, terminals, files, processes. Holds no policy.
 
 pub mod checks;
+pub mod conn;
+pub mod contexts;
 pub mod daemon;
 pub mod files;
 pub mod git;
@@ -12,4 +14,5 @@ pub mod pump;
 pub mod settings;
 pub mod tarball;
 pub mod terminal;
+pub mod tls;
 pub mod unpack;

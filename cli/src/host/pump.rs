@@ -106,12 +106,12 @@ impl Person {
         })
     }
 
-    /// Carries bytes until something ends it.
-    pub async fn pump(&mut self, tx: Sender, mut rx: Receiver) -> Ended {
+    /// Carries bytes until something ends it; `moved` may end it as lost, with its reason.
+    pub async fn pump(&mut self, tx: Sender, mut rx: Receiver, moved: impl Future<Output = String>) -> Ended {
         let (out, out_rx) = mpsc::channel(2);
         let sender = tokio::spawn(send_frames(tx, out_rx));
         self.linked_since = Instant::now();
-        let ended = self.carry(&out, &mut rx).await;
+        let ended = self.carry(&out, &mut rx, moved).await;
         drop(out);
         if !matches!(ended, Ended::Cut | Ended::Lost { .. }) {
             let _ = tokio::time::timeout(LEAVE_WAIT, sender).await;
@@ -122,7 +122,8 @@ impl Person {
         ended
     }
 
-    async fn carry(&mut self, out: &mpsc::Sender<ExecFrame>, rx: &mut Receiver) -> Ended {
+    async fn carry(&mut self, out: &mpsc::Sender<ExecFrame>, rx: &mut Receiver, moved: impl Future<Output = String>) -> Ended {
+        tokio::pin!(moved);
         let mut queue: VecDeque<ExecFrame> = VecDeque::new();
         let mut queued = 0usize;
         let mut to_screen: VecDeque<Paint> = VecDeque::new();
@@ -180,6 +181,7 @@ impl Person {
                 _ = self.term.recv() => return Ended::Signal(15),
                 _ = self.hup.recv() => return Ended::Signal(1),
                 _ = self.int.recv() => return Ended::Signal(2),
+                why = &mut moved, if ending.is_none() => return Ended::Lost { why, alive },
                 () = sleep_until(patience) => {}
                 () = sleep_until(pause.as_ref().map(|p| p.0)) => if let Some((_, what)) = pause {
                     let bytes = self.paused(&what);

@@ -57,6 +57,27 @@ impl Drop for Raw {
     }
 }
 
+/// A terminal that shows nothing of what is typed, until this is dropped.
+#[derive(Debug)]
+pub struct NoEcho(Termios);
+
+impl NoEcho {
+    /// On standard input.
+    pub fn enter() -> Res<Self> {
+        let bad = |e: rustix::io::Errno| Failure::local("cannot use the terminal", e, "is it still there?");
+        let before = tcgetattr(rustix::stdio::stdin()).map_err(bad)?;
+        let mut quiet = before.clone();
+        quiet.local_modes.remove(rustix::termios::LocalModes::ECHO);
+        tcsetattr(rustix::stdio::stdin(), OptionalActions::Flush, &quiet).map_err(bad)?;
+        Ok(Self(before))
+    }
+}
+impl Drop for NoEcho {
+    fn drop(&mut self) {
+        let _ = tcsetattr(rustix::stdio::stdin(), OptionalActions::Now, &self.0);
+    }
+}
+
 /// Remembers what undoes the program's modes from now on; before they reach the terminal.
 pub fn set_reset(modes: &Modes) {
     let mut all = saved();

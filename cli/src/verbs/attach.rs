@@ -13,6 +13,8 @@ use std::time::Duration;
 
 const BACKOFF_FIRST: Duration = Duration::from_millis(100);
 const BACKOFF_MAX: Duration = Duration::from_secs(3);
+/// How often a fleet is asked whether the session has moved, while its terminal is open.
+const WATCH: Duration = Duration::from_secs(2);
 
 /// Refuses where there is no terminal to attach.
 pub fn need_terminal(session: &str) -> Res<()> {
@@ -38,7 +40,7 @@ pub async fn run(ctx: &Ctx, session: &str) -> Res<u8> {
     let mut seen = false;
     let outcome = loop {
         let ended = match links.take() {
-            Some((tx, rx)) => person.pump(tx, rx).await,
+            Some((tx, rx)) => person.pump(tx, rx, moved(&node, session)).await,
             None => match reopen(ctx, &mut node, &mut person, session).await {
                 Ok(pair) => {
                     links = Some(pair);
@@ -78,6 +80,25 @@ pub async fn run(ctx: &Ctx, session: &str) -> Res<u8> {
     finish(ctx, session, outcome)
 }
 
+/// Ends when the session runs on another node than at the beginning: a host that was stopped, or cut off, keeps its links
+/// open and silent. Only a fleet with several addresses can tell.
+async fn moved(node: &Node, session: &str) -> String {
+    if node.endpoints().urls().len() < 2 {
+        return std::future::pending().await;
+    }
+    let mut before: Option<(u64, u64, String)> = None;
+    loop {
+        if let Ok(s) = node.session(session).await {
+            let now = (s.token.generation, s.token.epoch, s.node);
+            if before.as_ref().is_some_and(|b| *b != now) {
+                return format!("it runs on {} now", if now.2.is_empty() { "another node" } else { &now.2 });
+            }
+            before = Some(now);
+        }
+        tokio::time::sleep(WATCH).await;
+    }
+}
+
 fn never(session: &str, why: &str) -> Failure {
     Failure::new(
         "link-lost",
@@ -104,7 +125,19 @@ fn start() -> ExecStart {
 fn passing(e: &ApiError) -> bool {
     matches!(
         e.code.as_str(),
-        "busy" | "running" | "guest-silent" | "timeout" | "internal" | "engine-missing" | "node-down" | "link-lost"
+        "busy"
+            | "running"
+            | "guest-silent"
+            | "timeout"
+            | "internal"
+            | "engine-missing"
+            | "node-down"
+            | "link-lost"
+            | "no-quorum"
+            | "lapsed"
+            | "moving"
+            | "unreachable"
+            | "fenced"
     )
 }
 

@@ -45,6 +45,7 @@ pub async fn list(ctx: &Ctx, name: &str) -> Res<u8> {
             ("PAUSE", Align::Right),
             ("TOTAL", Align::Right),
             ("KEPT", Align::Left),
+            ("HOLDERS", Align::Left),
             ("NOTE", Align::Left),
         ]);
         for c in &all {
@@ -57,7 +58,8 @@ pub async fn list(ctx: &Ctx, name: &str) -> Res<u8> {
                 human::mib(c.stored_bytes),
                 human::micros(c.pause_us),
                 human::micros(c.total_us),
-                if c.pinned { "pinned".into() } else { c.durability.clone() },
+                kept(c),
+                if c.holders.is_empty() { "-".into() } else { c.holders.join(",") },
                 c.message.clone(),
             ]);
         }
@@ -67,6 +69,12 @@ pub async fn list(ctx: &Ctx, name: &str) -> Res<u8> {
         ctx.note(&format!("{name} has no checkpoint yet; take one: ks checkpoint {name}"));
     }
     Ok(0)
+}
+
+/// How safe it is and what keeps it.
+fn kept(c: &api::Checkpoint) -> String {
+    let extra = [(c.pinned, "pinned"), (c.branch, "branch")];
+    extra.iter().filter(|e| e.0).fold(c.durability.clone(), |text, e| format!("{text}, {}", e.1))
 }
 
 /// Shows the family.
@@ -105,7 +113,12 @@ fn branch(t: &Tree, s: &TreeSession, asked: &str, indent: &str, seen: &mut BTree
         let last = i + 1 == points.len();
         let note = s.checkpoints.iter().find(|c| c.number == *n);
         let text = note.map_or("(deleted)".to_owned(), |c| {
-            let pin = if c.pinned { " pinned" } else { "" };
+            let pin = match (c.pinned, c.branch) {
+                (false, false) => "",
+                (true, false) => " pinned",
+                (false, true) => " side branch",
+                (true, true) => " pinned side branch",
+            };
             let message = if c.message.is_empty() { String::new() } else { format!("  {}", clean(&c.message)) };
             format!("{}{pin}{message}", clean(&c.reason))
         });

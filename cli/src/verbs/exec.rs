@@ -62,7 +62,7 @@ async fn not_run(node: &Node, session: &str, e: ApiError) -> Failure {
 async fn in_terminal(tx: Sender, rx: Receiver) -> Res<Ended> {
     let raw = terminal::Raw::enter()?;
     let mut person = Person::new(false)?;
-    let ended = person.pump(tx, rx).await;
+    let ended = person.pump(tx, rx, std::future::pending()).await;
     person.finish().await;
     drop(raw);
     Ok(ended)

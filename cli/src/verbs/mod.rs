@@ -8,11 +8,16 @@ pub mod cp;
 pub mod doctor;
 pub mod events;
 pub mod exec;
+pub mod fleet;
 pub mod image;
 pub mod kill;
+pub mod login;
 pub mod node;
+pub mod node_names;
+pub mod nodes;
 pub mod run;
 pub mod sessions;
+pub mod users;
 
 use crate::args::Verb;
 use crate::failure::{Failure, INTERRUPTED, Res};
@@ -37,6 +42,7 @@ pub async fn dispatch(ctx: &Ctx, verb: Verb) -> Res<u8> {
         Verb::Run(a) => run::run(ctx, a).await,
         Verb::Attach(a) => attach::run(ctx, &crate::target::session(&a.session)?).await,
         Verb::Exec(a) => exec::run(ctx, a).await,
+        Verb::Node(a @ crate::args::Node::Drain { .. }) => nodes::run(ctx, a).await,
         other => tokio::select! {
             done = plain(ctx, other) => done,
             _ = tokio::signal::ctrl_c() => Err(Failure {
@@ -69,6 +75,11 @@ async fn plain(ctx: &Ctx, verb: Verb) -> Res<u8> {
         Verb::Doctor(a) => doctor::run(ctx, a).await,
         Verb::Events(a) => events::run(ctx, a).await,
         Verb::Image(a) => image::run(ctx, a).await,
+        Verb::Node(a) => nodes::run(ctx, a).await,
+        Verb::Fleet(a) => fleet::run(ctx, a).await,
+        Verb::User(a) => users::run(ctx, a).await,
+        Verb::Login(a) => login::login(ctx, a).await,
+        Verb::Context(a) => login::context(ctx, a),
         Verb::Completion(a) => completion::script(ctx, &a.shell),
         Verb::Demo(a) => demo::run(a, ctx).await,
         Verb::Bench(a) => bench::run(a, ctx).await,

@@ -25,13 +25,16 @@ pub async fn up(ctx: &Ctx, a: args::Up) -> Res<u8> {
     };
     if let Some((node, info)) = running {
         ctx.note("a node is running already");
+        if a.fleet_address.is_some() {
+            ctx.note("its fleet address was not changed: `ks down` first, then `ks up --fleet-address` again");
+        }
         return said(ctx, &node, &info, false);
     }
     daemon::make_data_dir(&ctx.data_dir)?;
     if a.foreground {
-        match daemon::become_node(&ctx.data_dir)? {}
+        match daemon::become_node(&ctx.data_dir, a.fleet_address.as_deref())? {}
     }
-    let mut child = daemon::start(&ctx.data_dir)?;
+    let mut child = daemon::start(&ctx.data_dir, a.fleet_address.as_deref())?;
     let until = Instant::now() + Duration::from_secs(a.timeout);
     let mut bar = ctx.bar();
     loop {

@@ -116,8 +116,8 @@ fn creation(ctx: &Ctx, a: &args::Run, main: Option<StartMain>) -> Res<CreateSess
         engine,
         cadence_s: a.cadence.or(s.cadence_s),
         idle_park_s: a.idle_park.or(s.idle_park_s),
-        copies: None,
-        node: None,
+        copies: a.copies,
+        node: a.node.as_deref().map(super::node_names::check).transpose()?,
         main,
     })
 }

@@ -18,18 +18,22 @@ pub async fn ls(ctx: &Ctx) -> Res<u8> {
     let all: Vec<Session> = node.get("/v1/sessions").await?;
     let now = now_ms();
     ctx.result(&json!({"schema": "ks.sessions.v1", "sessions": all}), || {
-        let head = [("NAME", Align::Left), ("STATE", Align::Left), ("ENGINE", Align::Left), ("MEMORY", Align::Right)];
-        let more = [("LAST-CHECKPOINT", Align::Left), ("AGE", Align::Right), ("COMMAND", Align::Left)];
-        let mut t = Table::new(&[head.as_slice(), more.as_slice()].concat());
+        let head = [("NAME", Align::Left), ("STATE", Align::Left), ("NODE", Align::Left), ("ENGINE", Align::Left)];
+        let size = [("MEMORY", Align::Right)];
+        let more =
+            [("LAST-CHECKPOINT", Align::Left), ("DURABILITY", Align::Left), ("AGE", Align::Right), ("COMMAND", Align::Left)];
+        let mut t = Table::new(&[head.as_slice(), size.as_slice(), more.as_slice()].concat());
         for s in &all {
             t.row(vec![
                 s.name.to_string(),
-                s.state.to_string(),
+                state(s),
+                if s.node.is_empty() { "-".into() } else { s.node.clone() },
                 engine(s.engine),
                 human::mib(s.memory_mib << 20),
                 s.last_checkpoint
                     .as_ref()
                     .map_or("never".into(), |c| format!("c{}, {} ago", c.number, human::age(now, c.created_unix_ms))),
+                s.last_checkpoint.as_ref().map_or("-".into(), |c| durability(c, s.copies)),
                 human::age(now, s.created_unix_ms),
                 human::command(&s.command, 40),
             ]);
@@ -42,7 +46,28 @@ pub async fn ls(ctx: &Ctx) -> Res<u8> {
     for s in all.iter().filter(|s| s.state == SessionState::Failed) {
         ctx.note(&format!("{} failed: {}", s.name, clean(&s.reason)));
     }
+    let still = all.iter().filter(|s| s.paused).count();
+    if still > 0 {
+        ctx.note(&format!(
+            "{} standing still: the lease of the node has run out, and only a quorum grants another (`ks fleet status`)",
+            if still == 1 { "1 session is".to_owned() } else { format!("{still} sessions are") }
+        ));
+    }
     Ok(0)
+}
+
+/// The state as it is listed; a guest that stands still is not called running.
+fn state(s: &Session) -> String {
+    if s.paused { format!("{}, paused", s.state) } else { s.state.to_string() }
+}
+
+/// How safe a checkpoint is, with the count of its holders when the fleet tells it.
+pub fn durability(c: &Checkpoint, copies: u16) -> String {
+    match (c.holders.len(), copies) {
+        (0, _) => c.durability.clone(),
+        (n, 0) => format!("{} ({n})", c.durability),
+        (n, of) => format!("{} {n}/{of}", c.durability),
+    }
 }
 
 /// One line about a checkpoint.
@@ -72,7 +97,7 @@ fn facts(s: &Session, now: u64) -> String {
     let mut all: Vec<(&str, String)> = vec![
         ("name", s.name.to_string()),
         ("id", s.id.to_string()),
-        ("state", if s.reason.is_empty() { s.state.to_string() } else { format!("{}: {}", s.state, clean(&s.reason)) }),
+        ("state", if s.reason.is_empty() { state(s) } else { format!("{}: {}", state(s), clean(&s.reason)) }),
         ("command", human::command(&s.command, 200)),
         ("engine", format!("{} ({}): {}", engine(s.engine), clean(&s.profile), clean(&s.engine_why))),
         ("image", clean(&s.image)),
@@ -82,6 +107,17 @@ fn facts(s: &Session, now: u64) -> String {
         ("checkpoints", format!("{}, {cadence}", s.checkpoints)),
         ("parks after", every(s.idle_park_s)),
     ];
+    if !s.node.is_empty() {
+        all.push(("node", clean(&s.node)));
+        let replicas = s.replicas.iter().map(|n| clean(n)).collect::<Vec<_>>().join(", ");
+        all.push(("replicas", if replicas.is_empty() { "none chosen yet".into() } else { replicas }));
+    }
+    if s.copies > 0 {
+        all.push(("copies", format!("{} make a checkpoint durable", s.copies)));
+    }
+    if let Some(c) = s.last_checkpoint.as_ref().filter(|c| !c.holders.is_empty()) {
+        all.push(("held by", c.holders.iter().map(|n| clean(n)).collect::<Vec<_>>().join(", ")));
+    }
     if let Some(c) = &s.last_checkpoint {
         all.push((
             "last",

@@ -4,7 +4,9 @@
 
 mod exec;
 mod fake;
+mod fleet;
 mod plain;
 mod pty;
 mod run;
+mod secure;
 mod terminal;
