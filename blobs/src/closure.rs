@@ -85,6 +85,7 @@ impl Store {
             match gap {
                 Gap::Error(e) => return Err(e),
                 Gap::Object((id, kind)) => drop(self.obtain(&id, Some(kind), keys, None)?),
+                Gap::Pack(no) if self.refetch_pack(no) => {}
                 Gap::Pack(no) => {
                     let mut s = self.state_mut();
                     let rows = s.index.pack(no).map_or(0, |p| p.rows.len());

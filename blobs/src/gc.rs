@@ -3,8 +3,8 @@
 //! ```text
 //!   mark (no lock) ──> manifests go, durably ──> dead packs go ──> packs with little left are copied, verified, replaced
 //! ```
-//! Roots are what the caller names, every manifest younger than the grace period, and what active uploads rely on or
-//! touch while this runs. Files that a VMM has open stay readable: an unlinked file lives as long as its descriptors.
+//! Roots are what the caller names, every manifest younger than the grace period, what waits for the fleet's decision, and
+//! what active uploads rely on or touch while this runs. Files that a VMM has open stay readable: an unlinked file lives as long as its descriptors.
 //! If any root cannot be read whole, nothing is removed at all.
 
 use crate::error::{At, StoreError};
@@ -56,15 +56,23 @@ impl Store {
     ) -> Result<GcReport, StoreError> {
         let _one = self.collecting.lock().unwrap_or_else(PoisonError::into_inner);
         let old_enough = now_ms.saturating_sub(grace_ms);
-        let keep = {
+        let (keep, decided) = {
             let mut s = self.state_mut();
             s.touched = Some(s.uploads.values().flat_map(|p| p.objects.iter().chain(&p.base).copied()).collect());
             s.committed.clear();
             let young = s.manifests.iter().filter(|(_, m)| m.since_ms >= old_enough).map(|(id, _)| *id);
-            young.chain(roots.iter().copied()).collect::<BTreeSet<_>>()
+            // A pin comes before its manifest, and a decision may be older than the caller's list of roots.
+            let pinned = s.pins.iter().map(|p| p.0).chain(s.decided.iter().copied()).filter(|id| s.manifests.contains_key(id));
+            (young.chain(pinned).chain(roots.iter().copied()).collect::<BTreeSet<_>>(), s.decided.clone())
         };
         let report = self.collect(&keep, keys, old_enough);
-        self.state_mut().touched = None;
+        let mut s = self.state_mut();
+        s.touched = None;
+        if report.is_ok() {
+            s.decided.retain(|id| !decided.contains(id));
+        }
+        drop(s);
+        self.drop_stale_parts(old_enough)?;
         report
     }
 

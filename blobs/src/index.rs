@@ -159,6 +159,12 @@ impl Index {
             p.unclaimed_by = None;
         }
     }
+    /// Packs that only upload `from` brought are from now on those that only `to` brought.
+    pub fn hand_over(&mut self, from: u64, to: u64) {
+        for p in self.packs.values_mut().filter(|p| p.unclaimed_by == Some(from)) {
+            p.unclaimed_by = Some(to);
+        }
+    }
     /// Numbers of packs that only `upload` brought and nobody relies on.
     pub fn unclaimed(&self, upload: u64) -> Vec<PackNo> {
         self.packs.iter().filter(|(_, p)| p.unclaimed_by == Some(upload)).map(|(n, _)| *n).collect()

@@ -2,6 +2,7 @@
 
 use crate::error::{At, StoreError};
 use crate::host::{Disk, Found};
+use crate::pins;
 use crate::store::{ManifestInfo, State, pack_path};
 use ks_proto::bytes::DecodeError;
 use ks_proto::ids::{CheckpointId, PackId};
@@ -17,6 +18,7 @@ pub(crate) fn load(disk: &dyn Disk, root: &Path) -> Result<(State, Vec<String>),
     let mut loader = Loader { disk, root, state: State::default(), warnings: Vec::new() };
     loader.packs()?;
     loader.manifests()?;
+    loader.pins()?;
     Ok((loader.state, loader.warnings))
 }
 
@@ -108,6 +110,22 @@ impl Loader<'_> {
                     self.state.manifests.insert(id, info);
                 }
                 _ => self.quarantine(&path, &found.name, "its name is not a manifest's")?,
+            }
+        }
+        Ok(())
+    }
+
+    fn pins(&mut self) -> Result<(), StoreError> {
+        let dir = self.root.join("pins");
+        for f in self.disk.list(&dir).at("list", &dir)? {
+            match pins::parse(&f.name) {
+                Some(pin) if self.state.manifests.contains_key(&pin.0) => drop(self.state.pins.insert(pin)),
+                Some(_) => {
+                    // The process died before the manifest got its name, so nobody was told that it is held.
+                    let path = dir.join(&f.name);
+                    self.disk.unlink(&path).at("remove", &path)?;
+                }
+                None => self.warnings.push(format!("{} is not a pin and is ignored", dir.join(&f.name).display())),
             }
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! Where a damaged or missing object comes from when not from here: other nodes, once there are any.
 
 use ks_proto::chunk::{Codec, ObjectKind};
-use ks_proto::ids::{CheckpointId, ChunkId};
+use ks_proto::ids::{CheckpointId, ChunkId, PackId};
 
 /// An object as a peer stores it. Nothing in it is trusted until it opens under its name.
 #[derive(Debug, Clone)]
@@ -24,6 +24,10 @@ pub trait PeerSource: Send + Sync {
     fn fetch_object(&self, id: &ChunkId) -> Option<FetchedObject>;
     /// The manifest's bytes from some peer, if one has it.
     fn fetch_manifest(&self, id: &CheckpointId) -> Option<Vec<u8>>;
+    /// A whole pack's bytes from some peer, if one has it under this name. Asked when a pack is gone or damaged as a whole.
+    fn fetch_pack(&self, _: &PackId) -> Option<Vec<u8>> {
+        None
+    }
 }
 
 /// A lone node.

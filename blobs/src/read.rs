@@ -30,6 +30,13 @@ pub struct Located {
     pub plain: Vec<u8>,
 }
 
+/// What this node has of an object.
+pub(crate) enum Here {
+    Found(Located),
+    /// No good copy; the last damaged one and what is wrong with it, if one was read just now.
+    Gone(Option<(PathBuf, String)>),
+}
+
 /// Why one copy did not serve.
 enum Copy {
     Bad { pack: PathBuf, why: String },
@@ -68,7 +75,7 @@ impl Store {
         Ok(self.obtain(id, None, keys, None)?.plain)
     }
 
-    /// The first good copy of `id`, of `kind` if one is given.
+    /// The first good copy of `id`, of `kind` if one is given: from here, else from a peer.
     pub(crate) fn obtain(
         self: &Arc<Self>,
         id: &ChunkId,
@@ -76,6 +83,27 @@ impl Store {
         keys: &KeyRing,
         except: Option<PackId>,
     ) -> Result<Located, StoreError> {
+        let last = match self.obtain_here(id, kind, keys, except)? {
+            Here::Found(found) => return Ok(found),
+            Here::Gone(last) => last,
+        };
+        if let Some(found) = self.peers().fetch_object(id) {
+            return self.repair(id, kind, keys, found);
+        }
+        let (pack, why) = last
+            .or_else(|| self.known_bad(id))
+            .map_or_else(|| (None, format!("no pack in {} holds it", self.root.join("packs").display())), |(p, w)| (Some(p), w));
+        Err(StoreError::Lost { chunk: *id, pack, holder: THIS_NODE.into(), why })
+    }
+
+    /// As [`Self::obtain`], without asking peers.
+    pub(crate) fn obtain_here(
+        &self,
+        id: &ChunkId,
+        kind: Option<ObjectKind>,
+        keys: &KeyRing,
+        except: Option<PackId>,
+    ) -> Result<Here, StoreError> {
         let mut spots: Vec<Spot> = {
             let s = self.state();
             s.index.places(id).filter_map(|p| spot(&s.index, p)).filter(|c| kind.is_none_or(|k| c.entry.kind == k)).collect()
@@ -85,7 +113,7 @@ impl Store {
         let mut no_key = None;
         for c in spots {
             match self.try_spot(&c, keys) {
-                Ok(found) => return Ok(found),
+                Ok(found) => return Ok(Here::Found(found)),
                 Err(Copy::Bad { pack, why }) => {
                     self.take_out(c.place);
                     last = Some((pack, why));
@@ -94,16 +122,7 @@ impl Store {
                 Err(Copy::Error(e)) => return Err(e),
             }
         }
-        if let Some(e) = no_key {
-            return Err(e);
-        }
-        if let Some(found) = self.peers().fetch_object(id) {
-            return self.repair(id, kind, keys, found);
-        }
-        let (pack, why) = last
-            .or_else(|| self.known_bad(id))
-            .map_or_else(|| (None, format!("no pack in {} holds it", self.root.join("packs").display())), |(p, w)| (Some(p), w));
-        Err(StoreError::Lost { chunk: *id, pack, holder: THIS_NODE.into(), why })
+        no_key.map_or(Ok(Here::Gone(last)), Err)
     }
 
     fn known_bad(&self, id: &ChunkId) -> Option<(PathBuf, String)> {
@@ -166,15 +185,8 @@ impl Store {
         if kind.is_some_and(|k| k != got.kind) {
             return Err(lost(format!("a peer sent an object of kind {:?}", got.kind)));
         }
-        let key = keys.get(got.domain).ok_or_else(|| StoreError::NoKey { domain: got.domain, what: format!("chunk {id}") })?;
-        let plain = key
-            .open(got.kind, got.codec, id, got.plain_len as usize, &got.stored)
-            .map_err(|e| lost(format!("what a peer sent does not verify: {e}")))?;
-        let upload = Upload::internal(self, got.domain);
-        let mut w = upload.writer();
-        w.put(got.kind, got.codec, *id, got.plain_len, &got.stored)?;
-        let pack = w.finish()?.expect("one object was put");
-        upload.keep();
+        let domain = got.domain;
+        let (pack, plain) = self.store_objects(&[(*id, got)], keys, None)?.pop().expect("one object was stored");
         let path = self.pack_path(&pack);
         let file = self.disk.open(&path).at("open", &path)?;
         let entry = {
@@ -183,7 +195,44 @@ impl Store {
             no.and_then(|no| s.index.pack(no)).and_then(|p| p.rows.first().copied())
         };
         let entry = entry.ok_or_else(|| lost("the repaired pack was collected meanwhile".into()))?;
-        Ok(Located { entry, pack, domain: got.domain, file, plain })
+        Ok(Located { entry, pack, domain, file, plain })
+    }
+
+    /// Verifies objects that peers sent and stores them in packs of our own, durably, on behalf of an upload if one is given.
+    /// Returns, for each, the last pack that was written when it was done, and its plain bytes.
+    pub(crate) fn store_objects(
+        self: &Arc<Self>,
+        objects: &[(ChunkId, FetchedObject)],
+        keys: &KeyRing,
+        on_behalf: Option<&Upload>,
+    ) -> Result<Vec<(PackId, Vec<u8>)>, StoreError> {
+        let domains: std::collections::BTreeSet<u32> = objects.iter().map(|(_, o)| o.domain).collect();
+        let mut out = Vec::with_capacity(objects.len());
+        for domain in domains {
+            let key = keys.get(domain).ok_or_else(|| StoreError::NoKey { domain, what: "what a peer sent".into() })?;
+            let upload = Upload::internal(self, domain);
+            let mut w = upload.writer();
+            let mut plains = Vec::new();
+            for (id, got) in objects.iter().filter(|(_, o)| o.domain == domain) {
+                let lost = |why: String| StoreError::Lost { chunk: *id, pack: None, holder: "a peer".into(), why };
+                let plain = key
+                    .open(got.kind, got.codec, id, got.plain_len as usize, &got.stored)
+                    .map_err(|e| lost(format!("what a peer sent does not verify: {e}")))?;
+                w.put(got.kind, got.codec, *id, got.plain_len, &got.stored)?;
+                plains.push(plain);
+            }
+            let pack = w.finish()?.expect("at least one object was put");
+            match on_behalf {
+                Some(of) => {
+                    let mut s = self.state_mut();
+                    s.pin(of.no(), objects.iter().filter(|(_, o)| o.domain == domain).map(|(id, _)| *id));
+                    s.index.hand_over(upload.no(), of.no());
+                }
+                None => upload.keep(),
+            }
+            out.extend(plains.into_iter().map(|plain| (pack, plain)));
+        }
+        Ok(out)
     }
 }
 

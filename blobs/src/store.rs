@@ -4,6 +4,7 @@
 //!   lock       held while open                packs/<hh>/<pack id>.pack
 //!   format     "keepstate store 1\n"          manifests/<hh>/<checkpoint id>.manifest
 //!   incoming/  unfinished, emptied at open    quarantine/  files that could not be read, kept for a person
+//!   staging/   packs half received from peers pins/      names of checkpoints that wait for the fleet's decision
 //! ```
 //! Order of durability: a pack's bytes, its name, then the manifest's bytes, then its name. A collection removes in the
 //! other order. So after a crash every manifest that is named has all that it refers to.
@@ -13,6 +14,7 @@ use crate::host::{Disk, RealDisk};
 use crate::index::{Index, PackNo};
 use crate::load::{self, read_all};
 use crate::peers::{NoPeers, PeerSource};
+use crate::pins::PinKey;
 use crate::segments::SegmentCache;
 use ks_proto::ids::{CheckpointId, ChunkId, PackId};
 use ks_proto::manifest::{MANIFEST_BYTES_MAX, Manifest};
@@ -51,6 +53,12 @@ pub(crate) struct State {
     pub touched: Option<HashSet<ChunkId>>,
     /// Manifests that were committed while a collection is marking.
     pub committed: BTreeSet<CheckpointId>,
+    /// Checkpoints that wait for the fleet's decision: roots of a collection.
+    pub pins: BTreeSet<(CheckpointId, PinKey)>,
+    /// Decided since the last collection began: roots of the next one, whose caller may have listed its own before.
+    pub decided: BTreeSet<CheckpointId>,
+    /// Packs that are being received.
+    pub staging: BTreeSet<PackId>,
     /// How durable the names in each folder are.
     pub dirs: BTreeMap<PathBuf, DirNames>,
 }
@@ -121,7 +129,7 @@ impl Store {
             std::io::ErrorKind::WouldBlock => StoreError::Locked { path: dir.to_owned() },
             _ => StoreError::io("lock", &lock_path, e),
         })?;
-        for sub in ["packs", "manifests", "incoming", "quarantine"] {
+        for sub in ["packs", "manifests", "incoming", "quarantine", "staging", "pins"] {
             let path = dir.join(sub);
             disk.make_dir(&path).at("create", &path)?;
         }
@@ -207,16 +215,7 @@ impl Store {
     /// # Errors
     /// As [`Self::manifest`].
     pub fn manifest_bytes(&self, id: &CheckpointId) -> Result<(Vec<u8>, Manifest), StoreError> {
-        let path = self.manifest_path(id);
-        let local = match self.disk.open(&path) {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Err(StoreError::NoManifest { id: *id, path: path.clone() }),
-            other => other.at("open", &path).and_then(|f| read_all(&*self.disk, &f, &path, MANIFEST_BYTES_MAX as u64)),
-        };
-        let checked = local.and_then(|bytes| {
-            let m = Manifest::decode_verified(id, &bytes).map_err(|source| StoreError::Decode { path, source })?;
-            Ok((bytes, m))
-        });
-        match checked {
+        match self.manifest_here(id) {
             Ok(ok) => Ok(ok),
             Err(local) => match self.peers().fetch_manifest(id) {
                 Some(bytes) if bytes.len() <= MANIFEST_BYTES_MAX => {
@@ -227,6 +226,20 @@ impl Store {
                 _ => Err(local),
             },
         }
+    }
+
+    /// As [`Self::manifest_bytes`], without asking peers: what this node itself can give to others.
+    ///
+    /// # Errors
+    /// If it is not here, or damaged.
+    pub fn manifest_here(&self, id: &CheckpointId) -> Result<(Vec<u8>, Manifest), StoreError> {
+        let path = self.manifest_path(id);
+        let bytes = match self.disk.open(&path) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Err(StoreError::NoManifest { id: *id, path }),
+            other => other.at("open", &path).and_then(|f| read_all(&*self.disk, &f, &path, MANIFEST_BYTES_MAX as u64))?,
+        };
+        let m = Manifest::decode_verified(id, &bytes).map_err(|source| StoreError::Decode { path, source })?;
+        Ok((bytes, m))
     }
 
     /// Stores a manifest's bytes durably under its name. The caller has made its closure durable.
@@ -263,6 +276,17 @@ impl Store {
         self.disk.rename(from, to).at("rename", to)?;
         self.names_changed(dir);
         self.sync_dir(dir)
+    }
+
+    /// Renames a synced file to its final place. The name is not durable before [`Self::sync_packs`] or [`Self::sync_dir`].
+    pub(crate) fn rename_into(&self, from: &Path, to: &Path) -> Result<(), StoreError> {
+        let dir = to.parent().expect("files of the store lie in its folders");
+        if self.disk.make_dir(dir).at("create", dir)? {
+            self.names_changed(dir.parent().expect("folders of the store lie in its root"));
+        }
+        self.disk.rename(from, to).at("rename", to)?;
+        self.names_changed(dir);
+        Ok(())
     }
 
     fn ensure_dir(&self, dir: &Path) -> Result<(), StoreError> {

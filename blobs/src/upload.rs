@@ -8,6 +8,7 @@
 use crate::error::{At, StoreError};
 use crate::keys::KeyRing;
 use crate::load::read_all;
+use crate::pins::PinKey;
 use crate::store::{Pins, Store};
 use ks_proto::chunk::{Codec, ObjectKind};
 use ks_proto::ids::{CheckpointId, ChunkId, PackId};
@@ -67,7 +68,13 @@ impl Store {
 }
 
 impl Upload {
-    fn register(store: &Arc<Store>, keys: KeyRing, write_domain: u32) -> Self {
+    pub(crate) fn store(&self) -> &Arc<Store> {
+        &self.store
+    }
+    pub(crate) fn no(&self) -> u64 {
+        self.no
+    }
+    pub(crate) fn register(store: &Arc<Store>, keys: KeyRing, write_domain: u32) -> Self {
         let no = {
             let mut s = store.state_mut();
             s.next_upload += 1;
@@ -189,11 +196,23 @@ impl Upload {
     /// If the manifest or its closure is not whole, or the disk refuses; then the checkpoint is absent and what was
     /// uploaded stays until [`Self::abort`], so that a retry need not send it again.
     pub fn commit(&self, manifest_bytes: &[u8]) -> Result<CheckpointId, StoreError> {
+        self.commit_pinned(manifest_bytes, None)
+    }
+
+    /// As [`Self::commit`], pinned before the manifest gets its name.
+    pub(crate) fn commit_pinned(&self, manifest_bytes: &[u8], pin: Option<&PinKey>) -> Result<CheckpointId, StoreError> {
         let m = Manifest::decode(manifest_bytes).map_err(|source| StoreError::Manifest { source })?;
         let id = Manifest::id_of(manifest_bytes);
         let (packs, needs) = self.store.check_and_pin(self.no, &id, &m, &self.keys)?;
         self.store.sync_packs(&packs)?;
-        self.store.write_manifest(&id, manifest_bytes)?;
+        let named = match pin {
+            Some(pin) => self.store.pin_checkpoint(&id, pin).and_then(|()| self.store.write_manifest(&id, manifest_bytes)),
+            None => self.store.write_manifest(&id, manifest_bytes),
+        };
+        if let (Err(_), Some(pin)) = (&named, pin) {
+            self.store.unpin_absent(&id, pin);
+        }
+        named?;
         let mut s = self.store.state_mut();
         packs.iter().for_each(|no| s.index.claim(*no, None));
         // The next checkpoint of this upload builds upon this one.

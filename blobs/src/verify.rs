@@ -6,9 +6,13 @@ use crate::keys::KeyRing;
 use crate::load::read_all;
 use crate::read::{Spot, spot};
 use crate::store::{Store, THIS_NODE};
-use ks_proto::ids::{CheckpointId, PackId};
+use crate::upload::Upload;
+use ks_proto::ids::{CheckpointId, ChunkId, PackId};
 use ks_proto::pack::PACK_BYTES_MAX;
 use std::sync::Arc;
+
+/// Objects that are fetched before they are stored, to mend a pack: 16 MiB of chunks.
+const MEND_AT_ONCE: usize = 256;
 
 /// What [`Store::verify`] read and found.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -30,6 +34,8 @@ pub struct ScrubStep {
     pub bytes: u64,
     /// What is damaged in it.
     pub faults: Vec<ObjectFault>,
+    /// Which of the damaged objects peers gave again, verified and stored.
+    pub repaired: Vec<ChunkId>,
 }
 
 impl Store {
@@ -57,7 +63,8 @@ impl Store {
     }
 
     /// Reads the pack after `after` (None: the first) and checks it against its name; if that fails, every object in it.
-    /// Damaged objects are taken out of service, so that the next upload or a peer brings them again.
+    /// Damaged objects are taken out of service; peers are asked for the pack, then for each object, and what they give is
+    /// verified and stored. What they do not have the next upload may bring again.
     ///
     /// # Errors
     /// If this machine cannot read at all; damage is no error.
@@ -72,10 +79,44 @@ impl Store {
         };
         drop(whole);
         let faults = if intact { Vec::new() } else { self.faults_in(no, keys)? };
-        Ok(ScrubStep { pack: Some(id), bytes, faults })
+        let repaired = if intact { Vec::new() } else { self.mend(no, &faults, keys) };
+        Ok(ScrubStep { pack: Some(id), bytes, faults, repaired })
     }
 
-    fn faults_in(self: &Arc<Self>, no: PackNo, keys: &KeyRing) -> Result<Vec<ObjectFault>, StoreError> {
+    /// Asks peers for a damaged pack, then for what is damaged in it. Returns what is here again.
+    fn mend(self: &Arc<Self>, no: PackNo, faults: &[ObjectFault], keys: &KeyRing) -> Vec<ChunkId> {
+        if self.refetch_pack(no) {
+            return faults.iter().map(|f| f.chunk).collect();
+        }
+        let peers = self.peers();
+        let mut mended = Vec::new();
+        for some in faults.chunks(MEND_AT_ONCE) {
+            let got: Vec<_> = some.iter().filter_map(|f| Some((f.chunk, peers.fetch_object(&f.chunk)?))).collect();
+            if !got.is_empty() && self.store_objects(&got, keys, None).is_ok() {
+                mended.extend(got.iter().map(|(id, _)| *id));
+            }
+        }
+        mended
+    }
+
+    /// Puts a peer's copy of a pack in the place of ours, verified. False if no peer has it or the disk refuses.
+    pub(crate) fn refetch_pack(self: &Arc<Self>, no: PackNo) -> bool {
+        let Some((id, domain)) = self.state().index.pack(no).map(|p| (p.id, p.domain)) else { return false };
+        let Some(bytes) = self.peers().fetch_pack(&id) else { return false };
+        let upload = Upload::internal(self, domain);
+        let put = (|| {
+            let file = upload.new_pack()?;
+            let incoming = self.root.join("incoming");
+            self.disk.append(&file, 0, &bytes).at("write a pack in", &incoming)?;
+            upload.pack_done(id, bytes.len() as u64)
+        })();
+        if put.is_ok() {
+            upload.keep();
+        }
+        put.is_ok()
+    }
+
+    pub(crate) fn faults_in(self: &Arc<Self>, no: PackNo, keys: &KeyRing) -> Result<Vec<ObjectFault>, StoreError> {
         let spots: Vec<Spot> = {
             let s = self.state();
             let rows = s.index.pack(no).map_or(0, |p| p.rows.len());

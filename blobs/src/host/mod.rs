@@ -29,7 +29,9 @@ pub trait Disk: Send + Sync {
     fn create(&self, path: &Path) -> io::Result<File>;
     /// Opens for reading.
     fn open(&self, path: &Path) -> io::Result<File>;
-    /// Writes all of `bytes` at `offset`, which is the file's end.
+    /// Opens an unfinished file again, for reading and writing.
+    fn reopen(&self, path: &Path) -> io::Result<File>;
+    /// Writes all of `bytes` at `offset`, which is the file's end, or within a file that was reopened.
     fn append(&self, file: &File, offset: u64, bytes: &[u8]) -> io::Result<()>;
     /// Fills `buf` from `offset`.
     fn read_at(&self, file: &File, buf: &mut [u8], offset: u64) -> io::Result<()>;
@@ -64,6 +66,9 @@ impl Disk for RealDisk {
     fn open(&self, path: &Path) -> io::Result<File> {
         File::open(path)
     }
+    fn reopen(&self, path: &Path) -> io::Result<File> {
+        OpenOptions::new().read(true).write(true).open(path)
+    }
     fn append(&self, file: &File, offset: u64, bytes: &[u8]) -> io::Result<()> {
         file.write_all_at(bytes, offset)
     }
@@ -96,7 +101,11 @@ impl Disk for RealDisk {
         let mut out = Vec::new();
         for entry in std::fs::read_dir(dir)? {
             let entry = entry?;
-            let meta = entry.metadata()?;
+            let meta = match entry.metadata() {
+                // Gone since it was listed.
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                other => other?,
+            };
             let modified_ms =
                 u64::try_from(meta.mtime()).unwrap_or(0) * 1000 + u64::try_from(meta.mtime_nsec()).unwrap_or(0) / 1_000_000;
             let name = entry.file_name().to_string_lossy().into_owned();

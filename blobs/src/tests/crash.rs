@@ -16,13 +16,17 @@ fn crashes(seed: u64) -> [Crash; 5] {
     [Crash::KeepAll, Crash::DropUnsynced, Crash::NamesOnly, Crash::Toss(seed), Crash::Toss(seed + 1000)]
 }
 
-fn open(dir: &Path, disk: &Arc<ModelDisk>) -> Result<Arc<Store>, StoreError> {
+pub fn open(dir: &Path, disk: &Arc<ModelDisk>) -> Result<Arc<Store>, StoreError> {
     Store::open_on(dir, disk.clone())
 }
 
 /// Runs `work` on a copy of the folder `base`, stopping at every step; checks what each kind of crash leaves.
 /// Returns how often it stopped.
-fn at_every_step(base: &Path, work: impl Fn(&Arc<Store>) -> Result<(), StoreError>, check: impl Fn(&Arc<Store>, bool)) -> u64 {
+pub fn at_every_step(
+    base: &Path,
+    work: impl Fn(&Arc<Store>) -> Result<(), StoreError>,
+    check: impl Fn(&Arc<Store>, bool),
+) -> u64 {
     let mut stop = 0;
     loop {
         stop += 1;
@@ -66,7 +70,7 @@ fn copy(from: &Path, to: &Path) {
 }
 
 /// Every manifest that is listed restores; those in `must` are listed.
-fn check_all(store: &Arc<Store>, must: &[(CheckpointId, Image)]) {
+pub fn check_all(store: &Arc<Store>, must: &[(CheckpointId, Image)]) {
     for (id, im) in must {
         assert_eq!(&restore(store, id).unwrap(), im);
     }

@@ -212,6 +212,15 @@ impl Disk for ModelDisk {
     fn open(&self, path: &Path) -> io::Result<File> {
         RealDisk.open(path)
     }
+    fn reopen(&self, path: &Path) -> io::Result<File> {
+        let mut m = self.model.lock().unwrap();
+        if m.stopped {
+            return Err(io::Error::other("the machine has stopped"));
+        }
+        let f = RealDisk.reopen(path)?;
+        m.held.push(f.try_clone()?);
+        Ok(f)
+    }
     fn append(&self, file: &File, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let mut m = self.model.lock().unwrap();
         self.step(&mut m, || RealDisk.append(file, offset, &bytes[..bytes.len() / 2]).unwrap())?;

@@ -4,5 +4,6 @@ mod basics;
 mod collect;
 mod crash;
 mod disk;
+mod receive;
 mod rot;
 mod vmm;
