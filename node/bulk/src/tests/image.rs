@@ -39,8 +39,6 @@ async fn an_images_file_arrives_checked_and_resumed_or_not_at_all() {
     }
     assert!(matches!(fetch("initrd", None).await.unwrap_err(), CallError::Absent { .. }));
     assert!(!to.exists());
-    let e = fetch("kernel", Some([1; 32])).await.unwrap_err();
-    assert!(matches!(e, CallError::Wrong { .. }) && !to.exists() && !part.exists(), "{e}");
     // Half of it is here already; then what is here is damaged.
     std::fs::write(&part, &content[..1_000_003]).unwrap();
     let before = a.bulk.traffic().0;
@@ -53,4 +51,8 @@ async fn an_images_file_arrives_checked_and_resumed_or_not_at_all() {
     fetch("kernel", None).await.unwrap();
     assert_eq!(std::fs::read(&to).unwrap(), content);
     assert!(!part.exists());
+    // A file other than the fleet's records name is refused, and leaves nothing.
+    std::fs::remove_file(&to).unwrap();
+    let e = fetch("kernel", Some([1; 32])).await.unwrap_err();
+    assert!(matches!(e, CallError::Wrong { .. }) && !to.exists() && !part.exists(), "{e}");
 }
