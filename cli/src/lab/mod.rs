@@ -60,6 +60,8 @@ pub struct Lab {
     net: Option<Net>,
     /// The machines.
     pub machines: Vec<Machine>,
+    /// How many of them, from the first on, are to be members; the others are spares.
+    pub members: usize,
     /// Filled in by [`Lab::assemble`].
     pub client: Client,
 }
@@ -84,7 +86,7 @@ impl Lab {
             })
             .collect::<Result<_>>()?;
         std::fs::create_dir_all(dir.join("client")).context("a folder for the client")?;
-        Ok(Self { dir: dir.to_owned(), libexec: libexec.to_owned(), net, machines, client: Client::default() })
+        Ok(Self { dir: dir.to_owned(), libexec: libexec.to_owned(), net, members: n, machines, client: Client::default() })
     }
     /// The network, when the nodes have namespaces.
     pub fn net(&self) -> Option<&Net> {
@@ -124,7 +126,7 @@ impl Lab {
     }
     /// `ks` on a laptop that knows all addresses.
     pub fn anywhere(&self) -> Command {
-        self.through(&(0..self.machines.len()).collect::<Vec<_>>())
+        self.through(&self.others(&[]))
     }
     /// Words in front of a call that comes from where the client lives.
     pub fn client_before(&self) -> Vec<String> {
@@ -151,15 +153,17 @@ impl Lab {
         let address = self.machines[i].fleet_address.as_str();
         ok(self.on(i), &["up", "--fleet-address", address]).map(|_| ())
     }
-    /// Starts all nodes, makes the first one's image, joins the others to it, makes an admin, and waits until all is well.
+    /// A join token, made on the first machine.
+    pub fn token(&self, ttl: &str) -> Result<String> {
+        let token = json(self.on(0), &["node", "token", "--ttl", ttl])?;
+        token["token"].as_str().map(str::to_owned).context("a token")
+    }
+    /// Starts all members, makes the first one's image, joins the others to it, makes an admin, and waits until all is well.
     pub fn assemble(&mut self) -> Result<()> {
-        let n = self.machines.len();
-        (0..n).try_for_each(|i| self.up(i))?;
+        (0..self.members).try_for_each(|i| self.up(i))?;
         ok(self.on(0), &["image", "build"])?;
-        for i in 1..n {
-            let token = json(self.on(0), &["node", "token", "--ttl", "10m"])?;
-            let token = token["token"].as_str().context("a token")?.to_owned();
-            let name = self.machines[i].name.clone();
+        for i in 1..self.members {
+            let (token, name) = (self.token("10m")?, self.machines[i].name.clone());
             ok(self.on(i), &["node", "join", &token, "--name", &name])?;
         }
         let user = json(self.on(0), &["user", "add", "lab", "--role", "admin"])?;
@@ -197,7 +201,7 @@ impl Lab {
     }
     /// Waits until every machine is a live member and enough of them vote.
     pub fn settled(&self, patience: Duration) -> Result<Value> {
-        let wanted = match self.machines.len() {
+        let wanted = match self.members {
             1 | 2 => 1,
             3 | 4 => 3,
             _ => 5,
@@ -208,7 +212,7 @@ impl Lab {
             let live = nodes.iter().filter(|n| n["live"] == true && n["state"] == "active").count();
             let voters = f["voters"].as_array().map_or(0, Vec::len);
             let policy = f["policy"]["voters"].as_u64().unwrap_or(3) as usize;
-            if live == self.machines.len() && voters >= wanted.min(policy) {
+            if live >= self.members && voters >= wanted.min(policy) {
                 return Ok(Some(f));
             }
             bail!("{live} live, {voters} voters")
@@ -246,9 +250,9 @@ impl Lab {
         let name = f["nodes"].as_array().into_iter().flatten().find(|n| n["number"].as_u64() == Some(leader));
         self.machine(name.and_then(|n| n["name"].as_str()).unwrap_or_default())
     }
-    /// All machines but these.
+    /// All members but these.
     pub fn others(&self, than: &[usize]) -> Vec<usize> {
-        (0..self.machines.len()).filter(|i| !than.contains(i)).collect()
+        (0..self.members).filter(|i| !than.contains(i)).collect()
     }
 }
 
