@@ -8,7 +8,9 @@ use crate::bytes::DecodeError;
 use crate::ids::ChunkId;
 use chacha20poly1305::aead::{Aead, KeyInit, Payload};
 use chacha20poly1305::{XChaCha20Poly1305, XNonce};
+use std::cell::RefCell;
 use zeroize::{Zeroize, ZeroizeOnDrop};
+use zstd::bulk::{Compressor, Decompressor};
 
 /// Size of a chunk of memory or disk: 64 KiB, aligned (docs/decisions/0001-chunk-size.md).
 pub const CHUNK_BYTES: usize = 64 * 1024;
@@ -111,7 +113,7 @@ impl DomainKey {
     /// Compresses and seals. `nonce` must be fresh random bytes for each call.
     pub fn seal(&self, kind: ObjectKind, id: &ChunkId, plain: &[u8], nonce: [u8; 24]) -> (Codec, Vec<u8>) {
         assert!(plain.len() <= OBJECT_BYTES_MAX, "objects are cut to at most {OBJECT_BYTES_MAX} bytes before sealing");
-        let packed = zstd::bulk::compress(plain, 1).ok().filter(|z| z.len() < plain.len());
+        let packed = packed(plain).filter(|z| z.len() < plain.len());
         let (codec, body) = match &packed {
             Some(z) => (Codec::Zstd, z.as_slice()),
             None => (Codec::Raw, plain),
@@ -153,8 +155,9 @@ impl DomainKey {
             .map_err(|_| DecodeError::Sealed { what: WHAT })?;
         let plain = match codec {
             Codec::Raw => body,
-            Codec::Zstd => zstd::bulk::decompress(&body, plain_len)
-                .map_err(|e| DecodeError::Value { what: WHAT, why: format!("zstd: {e}") })?,
+            Codec::Zstd => {
+                unpacked(&body, plain_len).map_err(|e| DecodeError::Value { what: WHAT, why: format!("zstd: {e}") })?
+            }
         };
         if plain.len() != plain_len {
             return Err(DecodeError::Value { what: WHAT, why: format!("{} bytes where {plain_len} were promised", plain.len()) });
@@ -165,6 +168,34 @@ impl DomainKey {
         }
         Ok(plain)
     }
+}
+
+thread_local! {
+    // A context costs more to make than a chunk takes to open: one for each thread, emptied by zstd at each use.
+    static PACKER: RefCell<Option<Compressor<'static>>> = const { RefCell::new(None) };
+    static UNPACKER: RefCell<Option<Decompressor<'static>>> = const { RefCell::new(None) };
+}
+
+/// One frame at level 1; None if zstd cannot (then the bytes are kept raw).
+fn packed(plain: &[u8]) -> Option<Vec<u8>> {
+    PACKER.with_borrow_mut(|slot| {
+        let packer = match slot {
+            Some(p) => p,
+            None => slot.insert(Compressor::new(1).ok()?),
+        };
+        packer.compress(plain).ok()
+    })
+}
+
+/// At most `len` bytes out of one frame.
+fn unpacked(frame: &[u8], len: usize) -> std::io::Result<Vec<u8>> {
+    UNPACKER.with_borrow_mut(|slot| {
+        let unpacker = match slot {
+            Some(u) => u,
+            None => slot.insert(Decompressor::new()?),
+        };
+        unpacker.decompress(frame, len)
+    })
 }
 
 fn aad(kind: ObjectKind, codec: Codec, id: &ChunkId, plain_len: usize) -> [u8; 38] {

@@ -219,6 +219,9 @@ pub struct VmStats {
     pub assists: u64,
     /// Microseconds from the request to start to the first exit that the guest caused (kvm) or to running (qemu).
     pub first_exit_us: Option<u64>,
+    /// How the dirty set is found: `tracked` by the kernel, or `hash-scan` of all memory where it cannot be.
+    #[serde(default)]
+    pub dirty_set: String,
 }
 
 /// Told unasked.

@@ -44,8 +44,11 @@ fn listen(path: &Path) -> anyhow::Result<UnixListener> {
     UnixListener::bind(path).with_context(|| format!("listen on {}", path.display()))
 }
 
-/// The preload shim: in KS_LIBEXEC, or beside this program.
+/// The preload shim: in KS_LIBEXEC, or beside this program. None as well when the hash scan is asked for.
 fn find_shim() -> Option<PathBuf> {
+    if std::env::var_os(qemu::HASH_SCAN).is_some_and(|v| v == "1") {
+        return None;
+    }
     let beside = std::env::current_exe().ok().and_then(|p| p.parent().map(Path::to_path_buf));
     let folders = [std::env::var_os("KS_LIBEXEC").map(PathBuf::from), beside];
     folders.into_iter().flatten().map(|d| d.join("libks_vmm_shim.so")).find(|p| p.is_file())

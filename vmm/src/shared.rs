@@ -243,6 +243,7 @@ impl Shared {
             channel_bytes: self.channel_bytes.load(Ordering::Relaxed),
             assists: counters.0,
             first_exit_us: counters.1,
+            dirty_set: memory.map_or("", |m| if m.is_tracked() { "tracked" } else { "hash-scan" }).to_owned(),
         }
     }
 

@@ -3,7 +3,7 @@
 use super::create::{apply, finish, parse_name};
 use super::describe;
 use super::verbs::find_checkpoint;
-use crate::host::session::{First, Steer, start};
+use crate::host::session::{First, SessionHandle, Steer, start};
 use crate::host::{clock, files};
 use crate::node::Node;
 use crate::progress::Steps;
@@ -38,6 +38,7 @@ pub async fn fork(node: &Arc<Node>, name: &str, f: Fork, steps: &Steps) -> Resul
         names.into_iter().map(|child| one(node.clone(), parent.clone(), point.clone(), child, steer.clone(), steps.clone()));
     let results = futures::future::join_all(children).await;
     let (good, bad): (Vec<_>, Vec<_>) = results.into_iter().partition(|r| r.1.is_ok());
+    first_checkpoints(node, good.iter().filter_map(|g| g.1.as_ref().ok()).filter_map(|s| node.handle(&s.id)).collect());
     if let Some((child, Err(e))) = bad.into_iter().next() {
         let up: Vec<String> = good.iter().map(|g| g.0.to_string()).collect();
         let why = format!("{child}: {}: {}", e.what, e.why);
@@ -45,6 +46,22 @@ pub async fn fork(node: &Arc<Node>, name: &str, f: Fork, steps: &Steps) -> Resul
         return Err(ApiError::new(&e.code, "not every child came up", why, next));
     }
     good.into_iter().map(|(_, r)| r).collect()
+}
+
+/// Each child's own first checkpoint: from then on a crash does not take it back to its parent. One after the other once
+/// all run, so that they hold up neither the brothers' start nor the first thing that is asked of them.
+fn first_checkpoints(node: &Arc<Node>, children: Vec<SessionHandle>) {
+    let node = Arc::downgrade(node);
+    tokio::spawn(async move {
+        for child in children {
+            if node.upgrade().is_none() {
+                return;
+            }
+            let (reason, message, pin, freeze) = ("start".to_owned(), String::new(), false, false);
+            // A failure is told as an event by the machine.
+            let _ = child.ask(Request::Checkpoint { reason, message, pin, freeze }).await;
+        }
+    });
 }
 
 fn decode_steer(files: &[(String, String)]) -> Result<Steer, ApiError> {
@@ -148,9 +165,6 @@ async fn one(
         let run = async { handle.ask(Request::AwaitRunning).await.map(drop) };
         finish(&node, &handle, run, &steps).await?;
         steps.step(format!("{name} runs"), 0, 0);
-        // Its own first checkpoint: from now on a crash does not take it back to its parent.
-        let (message, pin, freeze) = (String::new(), false, false);
-        handle.ask_quietly(Request::Checkpoint { reason: "start".into(), message, pin, freeze });
         describe::by_id(&node, &id)
     };
     let result = work.await;

@@ -31,6 +31,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
+/// With `1` in this variable memory is not tracked, as on a host that cannot: for measuring and testing the fallback.
+pub const HASH_SCAN: &str = "KS_VMM_HASH_SCAN";
+
 /// A QMP command that is not a pause must be answered within this; a busy two-core host needs seconds at the worst.
 const COMMAND: Duration = Duration::from_secs(20);
 /// QEMU must be ready for commands within this.

@@ -38,7 +38,9 @@ impl Hook {
     /// Adds the shim's descriptors to `child` (whose first becomes number 3). Without a shim memory is not tracked.
     pub fn new(shim: Option<PathBuf>, memory_fd: u32, memory: &Memory, child: &mut Vec<OwnedFd>) -> Result<Self, Fault> {
         let plain = |why: &str| Self { env: Vec::new(), ours: None, missing_why: why.to_owned() };
-        let Some(shim) = shim else { return Ok(plain("libks_vmm_shim.so is not beside ks-vmm")) };
+        let Some(shim) = shim else {
+            return Ok(plain("libks_vmm_shim.so is not beside ks-vmm, or KS_VMM_HASH_SCAN=1 is set"));
+        };
         let Some(shim) = shim.to_str() else { return Ok(plain("the shim's path is not text")) };
         let (ours, theirs) = super::pair()?;
         let number = |child: &Vec<OwnedFd>| 3 + child.len();

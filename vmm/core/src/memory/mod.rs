@@ -5,6 +5,7 @@
 //! touches the mapping, or [`Memory::detached`] when there is no userfaultfd. Nothing here reads guest memory through
 //! a mapping (a read of a hole would allocate zeros): SEEK_DATA and pread only.
 
+mod aside;
 mod capture;
 mod extents;
 pub mod map;

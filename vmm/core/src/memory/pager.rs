@@ -5,6 +5,7 @@
 //! placed by UFFDIO_COPY, write-protected, so that loading makes nothing dirty. A chunk that cannot be read kills the
 //! VM through `on_fatal`; its waiters are left waiting, they never see zeros.
 
+use super::aside::{Pace, RunQueue};
 use super::state::{CHUNK_PAGES, Serve};
 use super::uffd::{Message, PAGE_BYTES, Partial};
 use super::{Lazy, Shared, Tracked};
@@ -22,6 +23,8 @@ use std::time::{Duration, Instant};
 pub const NODE_GONE_MAX: Duration = Duration::from_secs(20);
 /// Bytes per second that the prefetcher loads at most.
 pub const PREFETCH_BYTES_PER_S: u64 = 400 * 1024 * 1024;
+/// The prefetcher begins after this: first the guest gets going, on a host that may start many at once.
+const PREFETCH_AFTER: Duration = Duration::from_millis(300);
 /// The prefetcher stands aside while the guest waited for a page within this time.
 const QUIET: Duration = Duration::from_millis(2);
 const RETRY: Duration = Duration::from_millis(200);
@@ -148,8 +151,12 @@ impl Shared {
 
     fn prefetch_loop(&self, tracked: &Tracked, lazy: &Lazy) -> Result<(), End> {
         let chunks = lazy.refs.len() as u32;
+        if self.stop.wait(PREFETCH_AFTER) {
+            return Err(End::Stopped);
+        }
         let began = Instant::now();
         let mut loaded = 0u64;
+        let (mut queue, mut pace) = (RunQueue::of_this_thread(), Pace::default());
         for chunk in lazy.order.iter().copied().filter(|c| *c < chunks).chain(0..chunks) {
             if !lock(&self.inner).states.claim(chunk) {
                 continue;
@@ -162,7 +169,7 @@ impl Shared {
             let mut pause = due.saturating_sub(began.elapsed());
             let quiet_for =
                 (self.started.elapsed().as_micros() as u64).saturating_sub(self.last_fault_us.load(Ordering::Relaxed));
-            pause = pause.max(QUIET.saturating_sub(Duration::from_micros(quiet_for)));
+            pause = pause.max(QUIET.saturating_sub(Duration::from_micros(quiet_for))).max(pace.after(queue.waited()));
             if !pause.is_zero() && self.stop.wait(pause) || self.stop.is_set() {
                 return Err(End::Stopped);
             }
