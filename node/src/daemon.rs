@@ -60,11 +60,19 @@ pub async fn run(config: Config) -> Result<()> {
     let url = format!("http://{}", listener.local_addr()?);
     let api =
         ApiFile { url: url.clone(), token: token.clone(), pid: std::process::id(), fleet: vec![], fingerprint: String::new() };
+    if let Err(e) = files::write_atomic(&last_port_file(&api_path), port.to_string().as_bytes()) {
+        tracing::warn!("the port is not noted: {e}");
+    }
     files::write_atomic(&api_path, &serde_json::to_vec_pretty(&api)?)
         .with_context(|| format!("cannot write {}", api_path.display()))?;
     node.state.event("", "node-up", &format!("ksd {} listens on {url}", env!("CARGO_PKG_VERSION")));
     let app = App { node: node.clone(), token: token.into(), port };
-    serve(&node, listener, app).await
+    serve(&node, listener, app).await?;
+    // Nobody is to be sent to a node that has ended in good order. The port is kept for the next one.
+    if let Err(e) = std::fs::remove_file(&api_path) {
+        tracing::warn!("{} stays: {e}", api_path.display());
+    }
+    Ok(())
 }
 
 async fn serve(node: &Arc<Node>, listener: TcpListener, app: App) -> Result<()> {
@@ -157,11 +165,15 @@ async fn end_strays(node: &Arc<Node>) {
     }
 }
 
+/// Where the port is noted for the next start.
+fn last_port_file(api_path: &Path) -> PathBuf {
+    api_path.with_extension("port")
+}
+
 /// With port 0 the last port is taken again when it is free, so that clients which wait find the node where it was.
 async fn listen(wanted: SocketAddr, api_path: &Path) -> Result<TcpListener> {
     if wanted.port() == 0 {
-        let last = std::fs::read(api_path).ok().and_then(|b| serde_json::from_slice::<ApiFile>(&b).ok());
-        let port = last.and_then(|a| a.url.rsplit(':').next()?.parse::<u16>().ok());
+        let port = std::fs::read_to_string(last_port_file(api_path)).ok().and_then(|t| t.trim().parse::<u16>().ok());
         if let Some(port) = port
             && let Ok(l) = TcpListener::bind(SocketAddr::new(wanted.ip(), port)).await
         {
@@ -176,4 +188,36 @@ fn raise_file_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let now = getrlimit(Resource::Nofile);
     let _ = setrlimit(Resource::Nofile, Rlimit { current: now.maximum, maximum: now.maximum });
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+
+    const CHILD: &str = "KS_TEST_PANICS";
+
+    /// The child's part: a task of the runtime panics while the main task waits for something else.
+    #[test]
+    fn panics_in_a_task_when_told_to() {
+        if std::env::var_os(CHILD).is_none() {
+            return;
+        }
+        super::abort_on_panic();
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            tokio::spawn(async { panic!("a task gives up") });
+            std::future::pending::<()>().await;
+        });
+    }
+
+    #[test]
+    fn a_task_that_panics_ends_the_node_for_its_supervisor_to_start_again() {
+        let out = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "daemon::tests::panics_in_a_task_when_told_to", "--nocapture"])
+            .env(CHILD, "1")
+            .output()
+            .unwrap();
+        assert_eq!(out.status.signal(), Some(6), "{}", String::from_utf8_lossy(&out.stderr));
+        assert!(String::from_utf8_lossy(&out.stderr).contains("a task gives up"), "the cause is in the log");
+    }
 }

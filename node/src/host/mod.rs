@@ -7,6 +7,7 @@ pub mod engine;
 pub mod files;
 pub mod golden;
 pub mod guest;
+pub mod heartbeat;
 pub mod image;
 pub mod launch;
 pub mod process;

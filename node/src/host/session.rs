@@ -1,6 +1,7 @@
 //! Acts for one session machine: feeds it inputs, carries out its effects, and keeps its VM at hand.
 
 use super::clock;
+use super::heartbeat;
 use super::launch;
 use super::process;
 use super::vm::{LiveVm, is_final};
@@ -241,7 +242,15 @@ impl Actor {
     fn launched(&mut self, vm: Arc<LiveVm>) {
         let (mut ended, token, tx) = (vm.ended.clone(), vm.token, self.tx.clone());
         self.run_token = token;
-        self.view.send_modify(|v| v.vm = Some(vm));
+        self.view.send_modify(|v| v.vm = Some(vm.clone()));
+        let beat = self.tx.clone();
+        tokio::spawn(async move {
+            if let Some(cause) = heartbeat::watch(&vm).await
+                && let Some(tx) = beat.upgrade()
+            {
+                let _ = tx.send(Message::Input(Input::Lost { token, cause })).await;
+            }
+        });
         tokio::spawn(async move {
             let cause = ended.wait_for(Option::is_some).await.ok().and_then(|c| c.clone()).unwrap_or_default();
             if let Some(tx) = tx.upgrade() {

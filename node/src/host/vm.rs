@@ -2,6 +2,7 @@
 
 use super::control::{Control, Incoming};
 use super::guest::{Guest, tail};
+use super::heartbeat::Pulse;
 use super::process::{self, Proc};
 use super::upload::{Sink, Uploader};
 use ks_blobs::{KeyRing, Store};
@@ -78,6 +79,8 @@ pub struct LiveVm {
     pub ended: watch::Receiver<Option<String>>,
     /// Pauses that ended, counted.
     pub resumed: watch::Receiver<u64>,
+    /// Whether its process answers.
+    pub pulse: Pulse,
 }
 
 /// A fault of the VMM in the API's words.
@@ -237,7 +240,8 @@ fn assemble(supply: &Supply, dir: &Path, spec: &Spec, sink: Sink, parts: Parts, 
     let (resumed_tx, resumed) = watch::channel(0);
     tokio::spawn(serve(control.clone(), incoming, uploader.clone(), ended_tx, resumed_tx));
     let (token, dir, guest) = (spec.config.token, dir.to_path_buf(), Guest::of(dir));
-    LiveVm { token, dir, pid, jail, engine_version: String::new(), control, guest, uploader, ended, resumed }
+    let engine_version = String::new();
+    LiveVm { token, dir, pid, jail, engine_version, control, guest, uploader, ended, resumed, pulse: Pulse::default() }
 }
 
 async fn serve(

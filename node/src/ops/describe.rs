@@ -11,7 +11,11 @@ pub fn session(node: &Node, r: &SessionRecord) -> Session {
     let view = node.handle(&r.id).map(|h| h.view.borrow().clone());
     let (state, reason, vmm_pid) = match view {
         _ if r.tombstone => (SessionState::Stopped, "removed; kept because forks of it remain".to_owned(), None),
-        Some(v) => (v.state, v.reason, v.vm.map(|vm| vm.pid)),
+        Some(v) => {
+            let silent = v.vm.as_ref().and_then(|vm| vm.pulse.words());
+            let reason = [silent, Some(v.reason).filter(|r| !r.is_empty())].into_iter().flatten().collect::<Vec<_>>().join("; ");
+            (v.state, reason, v.vm.map(|vm| vm.pid))
+        }
         None => (SessionState::Creating, String::new(), None),
     };
     Session {
@@ -29,7 +33,8 @@ pub fn session(node: &Node, r: &SessionRecord) -> Session {
         token: r.token,
         created_unix_ms: r.created_unix_ms,
         forked_from: r.forked_from.clone(),
-        last_checkpoint: r.latest().map(|c| c.info.clone()),
+        // After a restore the restored one, until the next is taken.
+        last_checkpoint: r.by_id(&r.head).or_else(|| r.latest()).map(|c| c.info.clone()),
         checkpoints: r.checkpoints.len() as u64,
         cadence_s: r.cadence_s,
         idle_park_s: r.idle_park_s,

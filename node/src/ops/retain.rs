@@ -70,3 +70,129 @@ fn thin(node: &Arc<Node>) -> Result<(), String> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::files::Layout;
+    use crate::host::state::StateStore;
+    use crate::host::vm::Supply;
+    use ks_blobs::{KeyFile, Store, USER_DOMAIN};
+    use ks_proto::api::Checkpoint;
+    use ks_raft::{ImageRecord, Response, SessionParams};
+    use serde_json::json;
+
+    const HOUR: u64 = 3_600_000;
+
+    struct Setup {
+        node: Arc<Node>,
+        _dir: tempfile::TempDir,
+    }
+
+    impl Setup {
+        fn new() -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let layout = Layout::open(dir.path()).unwrap();
+            let store = Store::open(&layout.store()).unwrap();
+            let keys = KeyFile::in_dir(&layout.root).load_or_create(true).unwrap();
+            let state = StateStore::open(&layout.database()).unwrap();
+            Self { node: Node::new(layout, state, Supply { store, keys }), _dir: dir }
+        }
+        /// Something that is really stored, with bytes that nothing else has.
+        fn stored(&self, fill: u8) -> CheckpointId {
+            let mut file = tempfile::tempfile().unwrap();
+            let mut bytes = vec![fill; 300_000];
+            bytes.iter_mut().enumerate().for_each(|(i, b)| *b ^= (i / 7) as u8);
+            std::io::Write::write_all(&mut file, &bytes).unwrap();
+            let key = self.node.supply.keys.get(USER_DOMAIN).unwrap();
+            self.node.supply.store.ingest_disk(&file, key, &mut |_, _| {}).unwrap().id
+        }
+        fn whole(&self, id: &CheckpointId) -> bool {
+            self.node.supply.store.closure_plan(id, &self.node.supply.keys).is_ok()
+        }
+        fn apply(&self, command: Command) -> Response {
+            self.node.state.apply(command).unwrap()
+        }
+    }
+
+    /// A session whose checkpoints are (stored, age in ms, pinned), oldest first.
+    fn session(s: &Setup, image: CheckpointId, checkpoints: &[(CheckpointId, u64, bool)]) -> SessionId {
+        let image_record: ImageRecord = serde_json::from_value(json!({ "name": "default", "id": "11".repeat(32), "kernel": "k",
+            "cmdline": "", "disk_bytes": 1, "disk_used_bytes": 1, "disk": image, "created_unix_ms": 0 }))
+        .unwrap();
+        let params: SessionParams = serde_json::from_value(json!({ "image": "default", "image_id": image_record.id,
+            "memory_mib": 64, "vcpus": 1, "engine": "qemu", "profile": "tcg", "engine_why": "" }))
+        .unwrap();
+        s.apply(Command::PutImage { image: image_record });
+        let id = SessionId([7; 16]);
+        let create = json!({ "id": id, "name": "a", "owner": 0, "params": params, "cadence_s": 60, "idle_park_s": 0, "command": null,
+            "forked_from": null, "head": image, "now_unix_ms": 1 });
+        let create = create.as_object().unwrap().clone();
+        s.apply(command("create-session", create));
+        let Response::Token { token } =
+            s.apply(command("begin-run", json!({ "id": id, "from": image }).as_object().unwrap().clone()))
+        else {
+            panic!("a token")
+        };
+        for (checkpoint, age, pinned) in checkpoints {
+            let info: Checkpoint = serde_json::from_value(json!({ "number": 0, "id": checkpoint, "parent": null,
+                "created_unix_ms": clock::unix_ms() - age, "message": "", "reason": "cadence", "pinned": pinned,
+                "durability": "durable", "logical_bytes": 0, "stored_bytes": 0, "pause_us": 0, "total_us": 0 }))
+            .unwrap();
+            let commit = json!({ "id": id, "token": token, "info": info });
+            assert!(matches!(
+                s.apply(command("commit-checkpoint", commit.as_object().unwrap().clone())),
+                Response::Checkpoint { .. }
+            ));
+        }
+        id
+    }
+
+    /// A command as the log has it: fields that it gains later have their defaults.
+    fn command(name: &str, mut fields: serde_json::Map<String, serde_json::Value>) -> Command {
+        fields.insert("do".into(), name.into());
+        serde_json::from_value(fields.into()).unwrap()
+    }
+
+    #[test]
+    fn a_round_thins_the_records_and_then_frees_what_nothing_refers_to() {
+        let s = Setup::new();
+        let (image, stray) = (s.stored(1), s.stored(2));
+        let ids: Vec<CheckpointId> = (3..8).map(|n| s.stored(n)).collect();
+        // Four in one hour that is three hours old, one of them pinned; one now.
+        let hour = (clock::unix_ms() / HOUR - 3) * HOUR;
+        let age = |minute: u64| clock::unix_ms() - (hour + minute * 60_000);
+        let rows = [
+            (ids[0], age(1), false),
+            (ids[1], age(2), false),
+            (ids[2], age(3), true),
+            (ids[3], age(4), false),
+            (ids[4], 0, false),
+        ];
+        let id = session(&s, image, &rows);
+        let before = s.node.supply.store.stats();
+        let report = round(&s.node, 0).unwrap();
+        let left: Vec<u64> = s.node.state.read().sessions[&id].checkpoints.keys().copied().collect();
+        assert_eq!(left, [1, 3, 5], "the first of its hour, the pinned one and the newest stay");
+        for (n, keeps) in [(0, true), (1, false), (2, true), (3, false), (4, true)] {
+            assert_eq!(s.whole(&ids[n]), keeps, "c{}", n + 1);
+        }
+        assert!(s.whole(&image) && !s.whole(&stray));
+        assert_eq!(report.manifests_removed, 3, "{report:?}");
+        assert!(report.bytes_freed > 0 && s.node.supply.store.stats().manifests == before.manifests - 3);
+        // Nothing more to do, and what a young store holds is left alone.
+        assert_eq!(round(&s.node, 0).unwrap().manifests_removed, 0);
+        let young = s.stored(9);
+        assert_eq!(round(&s.node, GRACE_MS).unwrap().manifests_removed, 0);
+        assert!(s.whole(&young), "it may be a checkpoint whose record is being written");
+    }
+
+    #[test]
+    fn with_a_root_that_cannot_be_read_nothing_is_removed() {
+        let s = Setup::new();
+        let (image, stray) = (s.stored(1), s.stored(2));
+        session(&s, image, &[(CheckpointId([0xee; 32]), 0, false)]);
+        assert!(round(&s.node, 0).is_err());
+        assert!(s.whole(&stray) && s.whole(&image));
+    }
+}

@@ -33,7 +33,9 @@ async fn create_exec_checkpoint_restore_and_remove() {
     assert!(after.token > before.token);
     assert_eq!(after.checkpoints, before.checkpoints + 1, "the present was kept before going back");
 
-    let later = format!("c{}", after.last_checkpoint.unwrap().number);
+    assert_eq!(Some(after.last_checkpoint.unwrap().number), c["number"].as_u64(), "what it went back to is what it has");
+    let all: Vec<Checkpoint> = n.get("sessions/a/checkpoints").await.unwrap();
+    let later = format!("c{}", all.iter().map(|c| c.number).max().unwrap());
     let d = n.ok("sessions/a/diff", json!({ "from": format!("c{number}"), "to": later })).await;
     let changes: Vec<String> = d["files"]
         .as_array()

@@ -1,6 +1,6 @@
 //! Crashes: of the VM, of ksd, of both, at bad moments.
 
-use crate::harness::TestNode;
+use crate::harness::{DEADLINE, TestNode};
 use ks_proto::api::{Checkpoint, Session, SessionState};
 use serde_json::json;
 
@@ -211,4 +211,31 @@ async fn a_lost_or_damaged_database_is_a_refusal_and_never_a_blank_node() {
     std::fs::write(&path, good).unwrap();
     n.up().await;
     assert_eq!(n.show("a").await.state, SessionState::Stopped, "with the database back all is as it was");
+}
+
+/// Waits until the session is shown with a reason that `fits`.
+async fn reason(n: &TestNode, fits: impl Fn(&str) -> bool) -> Session {
+    let end = std::time::Instant::now() + DEADLINE;
+    loop {
+        let s = n.show("a").await;
+        if fits(&s.reason) {
+            return s;
+        }
+        assert!(std::time::Instant::now() < end, "{}", s.reason);
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test]
+async fn a_vm_process_that_stands_still_is_shown_and_forgiven_when_it_answers_again() {
+    use rustix::process::{Pid, Signal, kill_process};
+    let n = TestNode::with_image().await;
+    let before = n.create("a").await;
+    let pid = Pid::from_raw(before.vmm_pid.unwrap().cast_signed()).unwrap();
+    kill_process(pid, Signal::STOP).unwrap();
+    let silent = reason(&n, |r| r.starts_with("its VM process does not answer since ")).await;
+    assert_eq!(silent.state, SessionState::Running);
+    kill_process(pid, Signal::CONT).unwrap();
+    let after = reason(&n, str::is_empty).await;
+    assert_eq!((after.state, after.token), (SessionState::Running, before.token), "the same run goes on");
 }

@@ -1,5 +1,0 @@
-mod faults;
-mod fetch;
-mod image;
-mod interop;
-mod world;
