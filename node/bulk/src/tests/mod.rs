@@ -1,0 +1,5 @@
+mod faults;
+mod fetch;
+mod image;
+mod interop;
+mod world;
