@@ -1,4 +1,4 @@
-//! Machine: whom to dial and when, and which of two connections to one peer stays.
+//! Machine: whom to dial and when, and which of several connections to one peer stay.
 //!
 //! ```text
 //!            Members(+peer)            Opened
@@ -10,8 +10,9 @@
 //!
 //! A member that is down is dialled for ever: at once or after `yield_ms` first, then with a growing, jittered pause of at most
 //! `pause_max_ms`. The peer with the smaller id dials first and the other one waits `yield_ms`, so that two nodes seldom dial each
-//! other at the same time; when they do, both keep the connection that the smaller id dialled. Otherwise the newest connection
-//! wins: a peer that dials again has restarted or lost the old one, which would swallow calls until it times out.
+//! other at the same time. When they do, both connections stay: each may already carry a call. Otherwise a new connection ends
+//! the older ones: a peer that dials again has restarted or lost them, and they would swallow calls until they time out. New
+//! streams take the newest connection, so there are at most two: one dialled from each side.
 //!
 //! A connection that lived less than `stable_ms` counts as a failed dial: a peer that does not know us (yet) accepts the handshake
 //! and closes, and must not be dialled in a loop.
@@ -36,7 +37,7 @@ pub struct LinkTiming {
     pub yield_ms: u64,
     /// A connection younger than this counts as a failed dial when it closes.
     pub stable_ms: u64,
-    /// Two connections dialled from both sides within this time are taken for one meeting.
+    /// Two connections dialled from both sides within this time are one meeting: both stay.
     pub crossing_ms: u64,
 }
 
@@ -186,7 +187,6 @@ impl Links {
     }
 
     fn opened(&mut self, now_ms: u64, peer: PeerId, new: Connection, effects: &mut Vec<Effect>) {
-        let mine_wins = self.me < peer;
         let crossing_ms = self.timing.crossing_ms;
         let Some(link) = self.peers.get_mut(&peer) else {
             effects.push(Effect::Close(new.id));
@@ -196,11 +196,11 @@ impl Links {
         if new.dialled || link.dial != Dial::Running {
             link.dial = Dial::None;
         }
-        // The order of `connections` is the order of preference, the last one first: see `host::wire`.
         for old in &link.connections {
             let crossing = old.dialled != new.dialled && now_ms < old.since_ms + crossing_ms;
-            let loser = if crossing && old.dialled == mine_wins { new.id } else { old.id };
-            effects.push(Effect::Close(loser));
+            if !crossing {
+                effects.push(Effect::Close(old.id));
+            }
         }
         link.connections.push(new);
     }

@@ -14,6 +14,7 @@ use futures::{AsyncReadExt, AsyncWriteExt, future::BoxFuture};
 use libp2p::{PeerId, Stream, StreamProtocol};
 use thiserror::Error;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio_util::sync::CancellationToken;
 
 use super::{stream::OpenError, wire::Inbound};
 
@@ -223,8 +224,9 @@ impl Server {
         Self { proto, handler, budgets: Mutex::new(BTreeMap::new()) }
     }
 
-    pub(crate) async fn run(self: Arc<Self>, mut inbound: mpsc::Receiver<Inbound>) {
-        while let Some((peer, stream)) = inbound.recv().await {
+    /// Until `stop`: then the handler is let go, although the queue's other end may live on.
+    pub(crate) async fn run(self: Arc<Self>, mut inbound: mpsc::Receiver<Inbound>, stop: CancellationToken) {
+        while let Some(Some((peer, stream))) = stop.run_until_cancelled(inbound.recv()).await {
             let server = self.clone();
             let budget = self.budget(peer);
             let permit = budget.calls.clone().try_acquire_owned().ok();

@@ -22,7 +22,7 @@ use crate::links::{LinkTiming, PeerState};
 
 /// Commands that may wait for the swarm task.
 const COMMANDS_MAX: usize = 1024;
-/// Shortest time in which a stream for a byte tunnel must open.
+/// Longest time that opening a byte stream may take.
 const STREAM_DEADLINE: Duration = Duration::from_secs(5);
 
 /// Name of the gossip's streams.
@@ -137,9 +137,9 @@ impl ControlPlane {
         let key = config.key.clone();
         let task = swarm::start(config, router.clone(), command_queue, members_seen, stop.clone()).await?;
         for (proto, receiver) in calls {
-            tokio::spawn(Arc::new(call::Server::new(proto, handler.clone())).run(receiver));
+            tokio::spawn(Arc::new(call::Server::new(proto, handler.clone())).run(receiver, stop.clone()));
         }
-        tokio::spawn(swarm::answer_echoes(echoes));
+        tokio::spawn(swarm::answer_echoes(echoes, stop.clone()));
         tokio::spawn(swarm::measure(commands.downgrade(), task.states.clone(), task.echo_every, stop.clone()));
         let guard = stop.clone().drop_guard();
         let inner = Inner {

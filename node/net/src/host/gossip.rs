@@ -82,6 +82,8 @@ struct Counters {
     refused: AtomicU64,
     restarts: AtomicU64,
     generation: AtomicU64,
+    /// The last record's number: it rises across restarts of chitchat whatever the clock does.
+    seq: AtomicU64,
 }
 
 /// This node's part in the gossip. Cheap to clone; the last clone's drop ends it.
@@ -262,7 +264,6 @@ impl Run {
         let mut rounds = interval(self.timing.round);
         rounds.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut signed_at: Option<Instant> = None;
-        let mut seq = 0;
         loop {
             tokio::select! {
                 _ = &mut ended => return "chitchat's loop ended",
@@ -272,7 +273,8 @@ impl Run {
             let due = signed_at.is_none_or(|at| at.elapsed() >= self.timing.refresh);
             let facts = self.facts.borrow_and_update().clone();
             let record = facts.filter(|_| due).map(|facts| {
-                seq = unix_ms().max(seq + 1);
+                let seq = unix_ms().max(self.counters.seq.load(Ordering::Relaxed) + 1);
+                self.counters.seq.store(seq, Ordering::Relaxed);
                 NodeFacts { seq, ..facts }
             });
             let text = record.as_ref().and_then(|record| record.sign(self.control.key(), &self.fleet));

@@ -3,17 +3,18 @@
 use std::{
     collections::BTreeMap,
     io,
+    net::UdpSocket,
     sync::Arc,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use futures::{AsyncReadExt as _, AsyncWriteExt as _, StreamExt as _};
 use libp2p::{
-    Multiaddr, PeerId, Stream, StreamProtocol, Swarm, SwarmBuilder, TransportError,
+    Multiaddr, PeerId, Stream, StreamProtocol, Swarm, SwarmBuilder,
     core::transport::ListenerId,
     core::upgrade::Version,
     swarm::{
-        ConnectionId, DialError, NetworkBehaviour, SwarmEvent,
+        ConnectionId, DialError, ListenError, NetworkBehaviour, SwarmEvent,
         dial_opts::{DialOpts, PeerCondition},
     },
 };
@@ -43,6 +44,8 @@ const CONNECTION_WINDOW: u32 = STREAMS_MAX * STREAM_WINDOW;
 const GOODBYE: Duration = Duration::from_millis(300);
 /// Pause before another try to listen again.
 const RELISTEN_PAUSE: Duration = Duration::from_millis(250);
+/// Refused connections are logged no more often than this.
+const REFUSALS_EVERY: Duration = Duration::from_secs(10);
 /// Name of the echo protocol: 8 bytes there, the same 8 bytes back.
 pub(crate) const ECHO: StreamProtocol = StreamProtocol::new("/ks/echo/1");
 /// How long an echo may take.
@@ -86,6 +89,8 @@ struct Running {
     /// The listeners and the addresses that they were asked to hold.
     listeners: Vec<(ListenerId, Multiaddr)>,
     relisten: Option<(Instant, Vec<Multiaddr>)>,
+    refusals: u64,
+    refusals_told: Option<Instant>,
     states: watch::Sender<BTreeMap<PeerId, PeerState>>,
     listening: watch::Sender<Vec<Multiaddr>>,
 }
@@ -117,6 +122,8 @@ pub(crate) async fn start(
         started: Instant::now(),
         listeners: Vec::new(),
         relisten: None,
+        refusals: 0,
+        refusals_told: None,
         states,
         listening,
     };
@@ -174,18 +181,23 @@ fn seed(me: PeerId) -> u64 {
 impl Running {
     async fn listen(&mut self, address: &Multiaddr, patience: Instant) -> Result<(), StartError> {
         loop {
-            match self.swarm.listen_on(address.clone()) {
+            // Tried with a plain socket first: the library's errors hide the system's reason.
+            let tried = match socket_addr(address).map(UdpSocket::bind).transpose() {
+                Ok(socket) => {
+                    drop(socket);
+                    self.swarm.listen_on(address.clone()).map_err(io::Error::other)
+                }
+                Err(error) => Err(error),
+            };
+            match tried {
                 Ok(id) => {
                     self.listeners.push((id, address.clone()));
                     return Ok(());
                 }
-                Err(error) => {
-                    let source = io_error(error);
-                    if source.kind() != io::ErrorKind::AddrInUse || Instant::now() >= patience {
-                        return Err(StartError::Listen { address: address.clone(), source });
-                    }
-                    sleep(RELISTEN_PAUSE).await;
+                Err(source) if source.kind() == io::ErrorKind::AddrInUse && Instant::now() < patience => {
+                    sleep(RELISTEN_PAUSE).await
                 }
+                Err(source) => return Err(StartError::Listen { address: address.clone(), source }),
             }
         }
     }
@@ -305,7 +317,7 @@ impl Running {
                 self.step(Input::DialFailed { peer, error: dial_reason(&error) });
             }
             SwarmEvent::IncomingConnectionError { send_back_addr, error, .. } => {
-                tracing::warn!(from = %send_back_addr, %error, "connection refused");
+                self.refused(&send_back_addr, &error);
             }
             SwarmEvent::NewListenAddr { address, .. } => {
                 tracing::info!(%address, "control plane listens");
@@ -319,6 +331,16 @@ impl Running {
                 self.listener_closed(listener_id, &addresses, reason)
             }
             _ => {}
+        }
+    }
+
+    /// Strangers decide how often this happens, so it must not fill the log.
+    fn refused(&mut self, from: &Multiaddr, error: &ListenError) {
+        self.refusals += 1;
+        if self.refusals_told.is_none_or(|at| at.elapsed() >= REFUSALS_EVERY) {
+            tracing::warn!(%from, %error, since_last = self.refusals, "connection refused");
+            self.refusals_told = Some(Instant::now());
+            self.refusals = 0;
         }
     }
 
@@ -351,7 +373,7 @@ impl Running {
                     self.listeners.push((id, address));
                 }
                 Err(error) => {
-                    tracing::warn!(%address, error = %io_error(error), "cannot listen again yet");
+                    tracing::warn!(%address, %error, "cannot listen again yet");
                     failed.push(address);
                 }
             }
@@ -376,28 +398,6 @@ impl Running {
     }
 }
 
-fn io_error(error: TransportError<io::Error>) -> io::Error {
-    match error {
-        TransportError::Other(error) => unwrap_io(error),
-        TransportError::MultiaddrNotSupported(_) => io::ErrorKind::InvalidInput.into(),
-    }
-}
-
-/// The transports wrap the system's error several times; its kind is what matters.
-fn unwrap_io(error: io::Error) -> io::Error {
-    let mut source: Option<&(dyn std::error::Error + 'static)> = Some(&error);
-    while let Some(at) = source {
-        if let Some(code) = at.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error) {
-            return io::Error::from_raw_os_error(code);
-        }
-        source = match at.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
-            Some(inner) => Some(inner),
-            None => at.source(),
-        };
-    }
-    error
-}
-
 /// In words; the library's own text repeats itself.
 fn dial_reason(error: &DialError) -> String {
     match error {
@@ -411,9 +411,9 @@ fn dial_reason(error: &DialError) -> String {
 }
 
 /// Sends the peers' echoes back.
-pub(crate) async fn answer_echoes(mut inbound: mpsc::Receiver<Inbound>) {
+pub(crate) async fn answer_echoes(mut inbound: mpsc::Receiver<Inbound>, stop: CancellationToken) {
     let running = Arc::new(tokio::sync::Semaphore::new(ECHOES_MAX));
-    while let Some((_, mut stream)) = inbound.recv().await {
+    while let Some(Some((_, mut stream))) = stop.run_until_cancelled(inbound.recv()).await {
         let Ok(permit) = running.clone().try_acquire_owned() else { continue };
         tokio::spawn(async move {
             let _permit = permit;

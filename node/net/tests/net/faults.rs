@@ -10,7 +10,7 @@ use ks_net::{ControlPlane, Keypair, Multiaddr, PeerId, Proto, control_addr, sock
 
 use super::{Mirror, Node, any_port, config, relay, within};
 
-/// A node on a runtime of its own, so that it can be killed without a goodbye.
+/// A node on a runtime of its own, so that it can be killed.
 struct Mortal {
     runtime: Option<tokio::runtime::Runtime>,
     listening: Vec<Multiaddr>,
@@ -31,8 +31,10 @@ impl Mortal {
         Self { runtime: Some(runtime), listening }
     }
 
+    /// Ends every task where it stands; when this returns, the port is free.
     fn kill(&mut self) {
-        self.runtime.take().unwrap().shutdown_timeout(Duration::from_secs(5));
+        let runtime = self.runtime.take().unwrap();
+        std::thread::spawn(move || runtime.shutdown_timeout(Duration::from_secs(5))).join().unwrap();
     }
 }
 
@@ -58,36 +60,68 @@ async fn until_answered(a: &Node, peer: PeerId) -> Duration {
     start.elapsed()
 }
 
-/// F5: a peer dies without a goodbye and comes back at the same address; the pooled connection is dead and is not used for long.
+/// F5: a peer dies and comes back at the same address, and nothing of its death arrives: the pooled connection is dead and this
+/// node believes in it. The restarted peer dials its members, as every node does, and that ends the dead connection at once.
 #[tokio::test(flavor = "multi_thread")]
 async fn f5_a_killed_peer_is_found_again_after_its_restart() {
     let a = Node::start().await;
     let key = Keypair::generate_ed25519();
     let peer = key.public().to_peer_id();
-    let mut b = Mortal::start(key.clone(), any_port(), a.entry());
+    let (to_a, cuts_to_a) = relay::relay(socket_addr(&a.control.listening()[0]).unwrap()).await;
+    let entry = || (a.id(), vec![control_addr(to_a)]);
+    let mut b = Mortal::start(key.clone(), any_port(), entry());
     let address = b.listening[0].clone();
-    a.control.allow(BTreeMap::from([(peer, vec![address.clone()])]));
+    let (to_b, cuts_to_b) = relay::relay(socket_addr(&address).unwrap()).await;
+    a.control.allow(BTreeMap::from([(peer, vec![control_addr(to_b)])]));
     until_answered(&a, peer).await;
     for round in 0..3 {
+        cuts_to_a.all(true);
+        cuts_to_b.all(true);
         b.kill();
-        b = Mortal::start(key.clone(), address.clone(), a.entry());
+        assert!(a.control.peers().borrow()[&peer].connected, "this node still believes in the connection");
+        cuts_to_a.all(false);
+        cuts_to_b.all(false);
+        b = Mortal::start(key.clone(), address.clone(), entry());
         let outage = until_answered(&a, peer).await;
         println!("restart {round}: answered {outage:?} after the peer listened again");
-        // Well below the idle timeout (1.5 s here): the dead connection is noticed by the new one, not by its silence.
         assert!(outage < Duration::from_millis(1_200), "{outage:?}");
     }
 }
 
-/// F5, the other way round: the node that dials is the one that restarts, and it comes back at another port.
+/// F5, where only this node can dial: its dead connection ends by its silence, and that is the longest that it can take.
+#[tokio::test(flavor = "multi_thread")]
+async fn f5_a_restarted_peer_that_cannot_dial_is_found_within_the_idle_timeout() {
+    let a = Node::start().await;
+    let key = Keypair::generate_ed25519();
+    let peer = key.public().to_peer_id();
+    let mut b = Mortal::start(key.clone(), any_port(), (a.id(), vec![]));
+    let address = b.listening[0].clone();
+    let (front, cuts) = relay::relay(socket_addr(&address).unwrap()).await;
+    a.control.allow(BTreeMap::from([(peer, vec![control_addr(front)])]));
+    until_answered(&a, peer).await;
+    cuts.all(true);
+    b.kill();
+    let _b = Mortal::start(key, address, (a.id(), vec![]));
+    assert!(a.control.peers().borrow()[&peer].connected, "this node still believes in the connection");
+    cuts.all(false);
+    let outage = until_answered(&a, peer).await;
+    println!("answered {outage:?} after the peer could be reached again");
+    assert!(outage < Duration::from_millis(2_500), "{outage:?}");
+}
+
+/// F5, the other way round: the peer comes back at another port and dials; the connection that this node still believes in goes.
 #[tokio::test(flavor = "multi_thread")]
 async fn f5_a_peer_that_comes_back_elsewhere_replaces_its_dead_connection() {
     let a = Node::start().await;
     let key = Keypair::generate_ed25519();
     let peer = key.public().to_peer_id();
+    let (front, cuts) = relay::relay(socket_addr(&a.control.listening()[0]).unwrap()).await;
     a.control.allow(BTreeMap::from([(peer, vec![])]));
-    let mut b = Mortal::start(key.clone(), any_port(), a.entry());
+    let mut b = Mortal::start(key.clone(), any_port(), (a.id(), vec![control_addr(front)]));
     until_answered(&a, peer).await;
+    cuts.all(true);
     b.kill();
+    assert!(a.control.peers().borrow()[&peer].connected, "this node still believes in the connection");
     let _b = Mortal::start(key, any_port(), a.entry());
     let outage = until_answered(&a, peer).await;
     println!("answered {outage:?} after the peer listened again");

@@ -41,7 +41,7 @@ impl Handler for Mirror {
 }
 
 /// Dials fast, so that tests of long outages are short.
-pub const FAST: LinkTiming = LinkTiming { pause_min_ms: 10, pause_max_ms: 100, yield_ms: 50, stable_ms: 300, crossing_ms: 1_000 };
+pub const FAST: LinkTiming = LinkTiming { pause_min_ms: 10, pause_max_ms: 100, yield_ms: 50, stable_ms: 300, crossing_ms: 400 };
 
 pub fn any_port() -> Multiaddr {
     control_addr(([127, 0, 0, 1], 0).into())

@@ -21,6 +21,14 @@ pub struct Cuts {
     pub dropped: AtomicU64,
 }
 
+impl Cuts {
+    /// Cuts or joins both directions.
+    pub fn all(&self, cut: bool) {
+        self.there.store(cut, Ordering::SeqCst);
+        self.back.store(cut, Ordering::SeqCst);
+    }
+}
+
 /// Relays between whoever sends to the returned address and `target`, until the runtime ends.
 pub async fn relay(target: SocketAddr) -> (SocketAddr, Arc<Cuts>) {
     let front = Arc::new(UdpSocket::bind("127.0.0.1:0").await.unwrap());
