@@ -1,5 +1,9 @@
 //! Unit and property tests of the replicated state, all through `apply`.
 
+mod fleet;
+mod proposals;
+mod sessions;
+
 use crate::*;
 use ks_proto::api::{Checkpoint, ForkPoint, Interruption};
 use ks_proto::manifest::EngineKind;
