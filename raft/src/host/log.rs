@@ -210,7 +210,10 @@ impl<R: AsyncRuntime> Writer<R> {
             written.iter().for_each(|index| drop(memory.pending.remove(index)));
         }
         for done in waiting {
-            done.io_completed(result.as_ref().map(|()| ()).map_err(|e| io::Error::new(e.kind(), e.to_string())));
+            done.io_completed(match &result {
+                Ok(()) => Ok(()),
+                Err(e) => Err(io::Error::new(e.kind(), e.to_string())),
+            });
         }
         next
     }
@@ -339,5 +342,33 @@ impl<R: AsyncRuntime> RaftLogStorage<Types<R>> for LogStore<R> {
             memory.last = Some(to);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Entries as they are stored: docs/formats.md.
+    #[test]
+    fn entries_keep_their_format() {
+        let stored = [
+            r#"{"log_id":{"leader_id":{"term":2,"node_id":7},"index":9},"payload":"Blank"}"#,
+            concat!(
+                r#"{"log_id":{"leader_id":{"term":2,"node_id":7},"index":9},"payload":{"Normal":{"#,
+                r#""id":{"node":7,"boot":3,"nonce":5,"seq":4},"done_below":2,"command":{"do":"raise-generation"}}}}"#
+            ),
+            concat!(
+                r#"{"log_id":{"leader_id":{"term":2,"node_id":7},"index":9},"#,
+                r#""payload":{"Membership":{"configs":[[1,7]],"nodes":{"1":{},"7":{}}}}}"#
+            ),
+        ];
+        for text in stored {
+            let entry = decode_entry(9, text.as_bytes()).unwrap();
+            assert_eq!(String::from_utf8(encode(&entry).unwrap()).unwrap(), text);
+            assert!(decode_entry(8, text.as_bytes()).is_err(), "it stands in another place");
+        }
+        let vote = r#"{"leader_id":{"term":2,"node_id":7},"committed":true}"#;
+        assert_eq!(encode(&decode::<Vote>("a vote", vote.as_bytes()).unwrap()).unwrap(), vote.as_bytes());
     }
 }

@@ -84,7 +84,7 @@ impl<R: AsyncRuntime> Inner<R> {
             return self.adopt_lineage(theirs).await.map_err(|e| No::Failed(e.to_string()));
         }
         if mine != 0 {
-            self.superseded.send_if_modified(|s| std::mem::replace(s, Some(theirs)) != Some(theirs));
+            self.superseded.send_if_modified(|s| s.replace(theirs) != Some(theirs));
         }
         Err(No::NewLineage { theirs, mine })
     }

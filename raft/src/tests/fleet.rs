@@ -167,7 +167,8 @@ fn durability_counts_members_that_have_the_whole_checkpoint() {
 fn a_reassignment_takes_the_newest_checkpoint_that_can_be_had() {
     let (base, b, c) = fleet(vec![(create_on(1, 1), ""), (begin(1, 255), "")]);
     // Copies, holders of each checkpoint, lapsed?, checkpoint that becomes the head (None: refused; 0: as it began).
-    let cases: Vec<(u16, Vec<Vec<u64>>, bool, Option<u64>)> = vec![
+    type Case = (u16, Vec<Vec<u64>>, bool, Option<u64>);
+    let cases: Vec<Case> = vec![
         (2, vec![], true, Some(0)),
         (2, vec![vec![1, b], vec![1]], true, Some(1)),
         (2, vec![vec![1, b], vec![1]], false, Some(2)),
