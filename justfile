@@ -33,11 +33,12 @@ image PROFILE="release": (build PROFILE)
 test:
     ci/test
 
-# kill a working session, VM and daemon, and watch it come back; then three forks of one parent
+# kill a working session, VM and daemon, and watch it come back; then three forks of one parent. `demo fleet`: three
+# nodes on this machine, every process of the owner killed
 demo *ARGS: image
     ci/with-node {{libexec_release}} demo {{ARGS}}
 
-# a benchmark: resume, checkpoint, soak or start; JSON on the last line
+# a benchmark: resume, checkpoint, soak, start, failover or replicate; JSON on the last line
 bench NAME *ARGS: image
     ci/with-node {{libexec_release}} bench {{NAME}} {{ARGS}}
 

@@ -11,3 +11,4 @@ mod membership;
 #[path = "../../../cli/src/bench/observe.rs"]
 mod observe;
 mod partitions;
+mod selftest;
