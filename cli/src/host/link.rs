@@ -15,7 +15,8 @@ use tokio_tungstenite::{WebSocketStream, client_async_with_config};
 
 /// Bytes of one stdin frame.
 pub const STDIN_CHUNK: usize = 32 * 1024;
-const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longer than a node waits for a session that is on its way to another one.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 /// Output in flight that nobody has read; small, so that Ctrl-C is felt.
 const RECEIVE_BUFFER: usize = 256 * 1024;
 

@@ -9,6 +9,7 @@ use crate::human;
 use crate::output::{Ctx, with_schema};
 use crate::table::clean;
 use ks_proto::fleet::{FleetInfo, FleetPolicy, NodeState, PolicyChange, Recover};
+use std::time::{Duration, Instant};
 
 /// Does what `ks fleet ...` asks.
 pub async fn run(ctx: &Ctx, verb: args::Fleet) -> Res<u8> {
@@ -26,6 +27,27 @@ pub async fn info(node: &Node) -> Res<FleetInfo> {
         learn(name, &info)?;
     }
     Ok(info)
+}
+
+/// Longest wait for the node of this machine to be back after it changed its place in a fleet.
+const BACK_MAX: Duration = Duration::from_secs(60);
+
+/// The node of this machine starts again when its place in a fleet changes: waits until it answers and `done` holds. None
+/// when it takes too long.
+pub async fn back(ctx: &Ctx, what: &str, done: impl Fn(&FleetInfo) -> bool) -> Option<FleetInfo> {
+    let until = Instant::now() + BACK_MAX;
+    let mut bar = ctx.bar();
+    while Instant::now() < until {
+        bar.step(what, 0, 0);
+        if let Ok(node) = Node::here(ctx)
+            && let Ok(Ok(info)) = tokio::time::timeout(Duration::from_secs(3), info(&node)).await
+            && done(&info)
+        {
+            return Some(info);
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    None
 }
 
 /// `HOST:PORT` of every live member's API.
@@ -152,7 +174,13 @@ async fn recover(ctx: &Ctx, yes: bool) -> Res<u8> {
     if !yes && !ctx.ask_no("Recover?") {
         return Err(Failure::new("usage", "nothing was done", "recovering was not confirmed", "`ks fleet recover --yes`"));
     }
-    let info: FleetInfo = node.call("/v1/fleet/recover", &Recover { confirmed: true }, &mut ctx.bar()).await?;
+    let _: FleetInfo = node.call("/v1/fleet/recover", &Recover { confirmed: true }, &mut ctx.bar()).await?;
+    let before = now.generation;
+    let came = back(ctx, "starting a new generation", |i| i.quorum && i.generation > before).await;
+    let Some(info) = came else {
+        let why = format!("no new generation after {} s", BACK_MAX.as_secs());
+        return Err(Failure::new("timeout", "the recovery has begun and is not done", why, "look with `ks fleet status`"));
+    };
     ctx.result(&info, || format!("generation {}: this node leads\n\n{}", info.generation, facts(ctx, &info)))?;
     Ok(0)
 }

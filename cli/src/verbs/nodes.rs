@@ -48,6 +48,9 @@ async fn join(ctx: &Ctx, a: args::Join) -> Res<u8> {
     ctx.note(&format!("joining at {}, fingerprint {fingerprint}", at.as_deref().unwrap_or(&address)));
     let body = Join { token: token.trim().to_owned(), addr: at, name: a.name, domain: a.domain };
     let j: Joined = node.call("/v1/fleet/join", &body, &mut ctx.bar()).await?;
+    if super::fleet::back(ctx, "starting again as a member", |i| i.me == j.number && i.quorum).await.is_none() {
+        ctx.note("it is admitted, but has not heard from the fleet yet: look with `ks fleet status`, and at the firewall (UDP)");
+    }
     ctx.result(&j, || format!("{} is node {} of fleet {}\n", clean(&j.name), j.number, clean(&j.fleet_id)))?;
     warn(ctx, &j.warning);
     Ok(0)
@@ -130,6 +133,9 @@ async fn leave(ctx: &Ctx) -> Res<u8> {
         return Err(Failure::new("usage", "nothing to leave", "the node on this machine is in no fleet", "see `ks node ls`"));
     }
     let left: Left = node.call("/v1/fleet/leave", &json!({}), &mut ctx.bar()).await?;
+    if super::fleet::back(ctx, "starting again alone", |i| i.fleet_id != f.fleet_id).await.is_none() {
+        ctx.note("it has left, but does not answer yet: look with `ks fleet status`");
+    }
     ctx.result(&left, || format!("node {} has left; {} moved\n", left.number, human::count(left.moved.len() as u64, "session")))?;
     warn(ctx, &left.warning);
     Ok(0)

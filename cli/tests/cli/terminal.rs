@@ -290,3 +290,67 @@ fn exec_in_a_terminal_gets_one_and_passes_the_code() {
     assert!(!contains(&t.seen(), b"?1049l"), "no jump out of a screen that was never entered");
     f.shared.with(|s| assert!(s.said[0].contains(r#""cols":77,"rows":22"#), "{:?}", s.said));
 }
+
+/// `ks attach a` with the addresses of both.
+fn attach_to_both(first: &Fake, second: &Fake, t: &Terminal) -> Child {
+    let mut c = first.command();
+    c.env("KS_ADDR", format!("http://{},http://{}", first.address, second.address)).env("KS_TOKEN", crate::fake::TOKEN);
+    c.args(["attach", "a"]);
+    t.start(&c)
+}
+
+#[test]
+fn when_its_node_dies_the_terminal_goes_on_through_another_and_redraws() {
+    let first = listening();
+    let second = fake(|_, mut s, shared| {
+        Box::pin(async move {
+            started(&mut s, &shared).await;
+            out(&mut s, "AGAIN").await;
+            while frame(&mut s, &shared).await.is_some() {}
+        })
+    });
+    let t = Terminal::new(100, 30);
+    let mut c = attach_to_both(&first, &second, &t);
+    t.wait("READY");
+    t.forget();
+    drop(first);
+    t.wait("link to a lost");
+    t.wait("AGAIN");
+    // What the first one's program had set is undone before the second one draws.
+    let seen = t.seen();
+    let at = |part: &str| seen.windows(part.len()).position(|w| w == part.as_bytes());
+    assert!(at("\x1b[?1049l") < at("AGAIN") && at("\x1b[?1049l").is_some(), "{:?}", String::from_utf8_lossy(&seen));
+    t.type_in(b"\r~d");
+    assert_eq!(ended(&mut c), 0);
+}
+
+#[test]
+fn a_session_that_moved_is_followed_although_its_old_link_stays_open() {
+    // The old owner is stopped: its links stay open and silent, and questions are answered by the other node.
+    let moved = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let says = moved.clone();
+    let answer = move |r: &crate::fake::Request| {
+        let mut s = session("a", "running", 1);
+        let on = says.load(std::sync::atomic::Ordering::SeqCst);
+        (s["token"]["epoch"], s["node"]) = if on { (2.into(), "n2".into()) } else { (1.into(), "n1".into()) };
+        if r.line.contains("/v1/sessions/a") { Answer::json(&s) } else { Answer::not_found() }
+    };
+    let ws = |_, mut s: Socket, shared: Shared| -> futures::future::BoxFuture<'static, ()> {
+        Box::pin(async move {
+            started(&mut s, &shared).await;
+            out(&mut s, &format!("LINK{}", shared.with(|s| s.links))).await;
+            while frame(&mut s, &shared).await.is_some() {}
+        })
+    };
+    let first = Fake::with_links(answer.clone(), ws);
+    let second = Fake::with_links(answer, ws);
+    let t = Terminal::new(100, 30);
+    let mut c = attach_to_both(&first, &second, &t);
+    t.wait("LINK1");
+    first.shared.wait("it looks where the session is", |s| s.requests.iter().any(|r| r.line.starts_with("GET /v1/sessions/a ")));
+    moved.store(true, std::sync::atomic::Ordering::SeqCst);
+    t.wait("it runs on n2 now");
+    t.wait("LINK2");
+    t.type_in(b"\r~d");
+    assert_eq!(ended(&mut c), 0);
+}

@@ -48,7 +48,8 @@ fn a_token_lets_one_node_in_once() {
         lab.up(SPARE)?;
         ensure!(refused(&lab, &good)?["code"] == "token-refused", "a used token");
         // Wiped, it is somebody new: another number, and the dead one is removed.
-        ok(lab.anywhere(), &["node", "rm", "--force", "spare"])?;
+        // Only a dead one: it may be called live for some seconds.
+        lab.wait("it is removed", Duration::from_secs(60), || ok(lab.anywhere(), &["node", "rm", "--force", "spare"]).map(Some))?;
         let second = joins(&lab)?;
         ensure!(second["number"].as_u64() > first["number"].as_u64(), "{first} {second}");
         ok(lab.on(SPARE), &["node", "leave"])?;
