@@ -80,7 +80,11 @@ impl Store {
                 continue;
             }
             let path = dir.join(&f.name);
-            let removed = self.disk.unlink(&path).at("remove", &path);
+            let removed = match self.disk.unlink(&path) {
+                // Adopted or discarded since it was listed.
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
+                other => other.at("remove", &path),
+            };
             if let Some(id) = id {
                 self.state_mut().staging.remove(&id);
             }

@@ -15,6 +15,14 @@
 //!
 //! Everything async runs on the tokio runtime that [`Bulk::start`] was called on; the store's blocking calls run on its
 //! blocking threads. Memory is bounded: at most [`SERVE_MAX`] packs are read and [`PACKS_AT_ONCE`] per fetch written at a time.
+//!
+//! For the node around it:
+//! - A holder answers "I have it" only after `fetch_checkpoint` returned `Ok`; when the fleet's records show that the decision
+//!   fell (the holder was added, or the checkpoint was dropped), it calls [`ks_blobs::Store::decided`]. After a restart
+//!   [`ks_blobs::Store::pins`] lists what is still undecided.
+//! - Collections need no more care: receptions, pins, and decisions younger than the caller's list of roots are roots.
+//! - When members change, [`Bulk::recheck_allowed`] closes the connections of those that left.
+//! - [`FetchError::code`] is stable; `no-holder` is worth another attempt later, `disk-full` is not before there is room.
 
 pub mod bench;
 pub mod bucket;

@@ -106,6 +106,7 @@ pub(crate) struct Inner {
     pub events: Arc<dyn Fn(BulkEvent) + Send + Sync>,
     pub outboards: provider::Outboards,
     pub packs_served: Arc<Semaphore>,
+    pub packs_in_memory: Arc<Semaphore>,
     pub streams_served: Arc<Semaphore>,
     transport: Arc<quinn::TransportConfig>,
     dialled: Mutex<BTreeMap<PeerId, Dialled>>,
@@ -170,6 +171,7 @@ impl Bulk {
             events: config.events,
             outboards: provider::Outboards::default(),
             packs_served: Arc::new(Semaphore::new(provider::SERVE_MAX)),
+            packs_in_memory: Arc::new(Semaphore::new(provider::IN_MEMORY_MAX)),
             streams_served: Arc::new(Semaphore::new(SERVED_MAX)),
             transport,
             dialled: Mutex::default(),
@@ -229,6 +231,12 @@ impl Bulk {
         self.inner.endpoint.close(provider::CLOSE_DONE.into(), b"shutting down");
         // Peers hear of it, or not; nobody waits longer than this.
         let _ = tokio::time::timeout(Duration::from_secs(1), self.inner.endpoint.wait_idle()).await;
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.endpoint.close(provider::CLOSE_DONE.into(), b"shutting down");
     }
 }
 

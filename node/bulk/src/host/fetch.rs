@@ -32,6 +32,8 @@ pub const PACKS_AT_ONCE: usize = 3;
 const ROUNDS_MAX: u32 = 64;
 /// Failures after which a holder is asked no more in one fetch.
 const FAILURES_MAX: u32 = 2;
+/// Rounds on end that may find everything here already.
+const IDLE_MAX: u32 = 2;
 
 /// How far a fetch is.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -101,6 +103,10 @@ struct Run<'a> {
     inner: &'a Arc<Inner>,
     reception: Arc<Reception>,
     failures: BTreeMap<PeerId, u32>,
+    /// Packs that a holder named and then did not have, or not intact: not asked for there again.
+    absent: BTreeSet<(PeerId, PackId)>,
+    /// Rounds on end in which all that was to be fetched was here already.
+    idle: u32,
     causes: Vec<String>,
     out: Fetched,
     received: Arc<AtomicU64>,
@@ -148,6 +154,8 @@ impl Fetcher {
             inner,
             reception: Arc::new(reception),
             failures: BTreeMap::new(),
+            absent: BTreeSet::new(),
+            idle: 0,
             causes: Vec::new(),
             out: Fetched::default(),
             received: Arc::default(),
@@ -214,15 +222,18 @@ impl Run<'_> {
         FetchError::Incomplete { id: *id, missing, causes }
     }
 
-    /// Notes what a holder did wrong.
-    fn note(&mut self, e: &CallError) {
+    /// Notes what a holder did wrong, while it was asked for a pack or in general.
+    fn note(&mut self, e: &CallError, pack: Option<PackId>) {
         if let CallError::Wrong { peer, wrong } = e {
             self.inner.mark(*peer, wrong);
         }
         let peer = match e {
+            CallError::Absent { peer, .. } => {
+                self.absent.extend(pack.map(|p| (*peer, p)));
+                None
+            }
             CallError::Unreachable { peer, .. }
             | CallError::Lost { peer, .. }
-            | CallError::Absent { peer, .. }
             | CallError::Refused { peer, .. }
             | CallError::Wrong { peer, .. } => Some(*peer),
             CallError::Store(_) | CallError::File { .. } => None,
@@ -259,7 +270,7 @@ impl Run<'_> {
                     Ok(m) => return Ok((bytes, m)),
                     Err(e) => self.causes.push(e.to_string()),
                 },
-                Err(e) => self.note(&e),
+                Err(e) => self.note(&e, None),
             }
         }
         Err(self.incomplete(id, holders, 1))
@@ -285,7 +296,8 @@ impl Run<'_> {
                 continue;
             }
             match self.inner.locate(h, &left).await {
-                Ok(found) => {
+                Ok(mut found) => {
+                    found.iter_mut().for_each(|places| places.retain(|p| !self.absent.contains(&(h.peer, p.pack))));
                     let (some, absent) = plan::plan(&left, &found, peek);
                     jobs.extend(
                         some.into_iter()
@@ -294,50 +306,61 @@ impl Run<'_> {
                     );
                     left = absent;
                 }
-                Err(e) => self.note(&e),
+                Err(e) => self.note(&e, None),
             }
         }
         if !left.is_empty() && self.causes.is_empty() {
             self.causes.push(format!("object {} is at none of {} holders", left[0].short(), holders.len()));
         }
-        let (asked, came) = (jobs.len(), self.jobs(id, jobs, peek).await?);
-        // If all failed, another round asks those that are left; each failure brings that nearer to its end.
-        Ok(came > 0 || (asked > 0 && holders.iter().any(|h| self.may_ask(h))))
+        // A round of failures alone ends too: each excludes a holder, or one pack at one holder.
+        Ok(!jobs.is_empty() && self.jobs(id, jobs, peek).await?)
     }
 
-    /// Runs jobs, some at a time. Returns how many ended well. Errors of this node end all.
-    async fn jobs(&mut self, id: &CheckpointId, jobs: Vec<(Holder, Job)>, peek: bool) -> Result<usize, FetchError> {
+    /// Runs jobs, some at a time. Errors of this node end all. False if another round would find the same again.
+    async fn jobs(&mut self, id: &CheckpointId, jobs: Vec<(Holder, Job)>, peek: bool) -> Result<bool, FetchError> {
         self.wanted.fetch_add(jobs.iter().map(|(_, j)| j.bytes()).sum(), Ordering::Relaxed);
         let stop = self.stop.child_token();
         let mut waiting = jobs.into_iter();
         let mut running = FuturesUnordered::new();
-        let (mut came, mut fatal) = (0, None);
+        let (mut came, mut failed, mut fatal) = (0, 0, None);
         loop {
             while running.len() < PACKS_AT_ONCE && fatal.is_none() {
                 let Some((holder, job)) = waiting.next() else { break };
                 if !self.may_ask(&holder) {
+                    failed += 1;
                     continue;
                 }
                 running.push(self.job(holder, job, peek, stop.clone()));
             }
             match running.next().await {
                 None => break,
-                Some(Ok(done)) => {
-                    came += 1;
+                Some((_, Ok(done))) => {
+                    came += usize::from(!matches!(done, Done::Here));
                     self.count(done);
                 }
-                Some(Err(CallError::Store(e))) => {
+                Some((_, Err(CallError::Store(e)))) => {
                     // The others end soon, so that nothing of theirs is written after this returned.
                     self.full.store(matches!(e, StoreError::DiskFull { .. }), Ordering::Relaxed);
                     stop.cancel();
                     fatal.get_or_insert(e);
                 }
-                Some(Err(e)) if fatal.is_none() => self.note(&e),
-                Some(Err(_)) => {}
+                Some((pack, Err(e))) if fatal.is_none() => {
+                    failed += 1;
+                    self.note(&e, Some(pack));
+                }
+                Some((_, Err(_))) => {}
             }
         }
         self.out.bytes = self.received.load(Ordering::Relaxed);
-        fatal.map_or(Ok(came), |e| Err(ours(id, e)))
+        if let Some(e) = fatal {
+            return Err(ours(id, e));
+        }
+        // Packs may have come by another fetch just before; but not for ever.
+        self.idle = if came + failed > 0 { 0 } else { self.idle + 1 };
+        if self.idle > IDLE_MAX {
+            self.causes.push("packs that are here do not give them: is a key missing?".into());
+        }
+        Ok(self.idle <= IDLE_MAX)
     }
 
     fn count(&mut self, done: Done) {
@@ -359,7 +382,7 @@ impl Run<'_> {
         job: Job,
         peek: bool,
         stop: CancellationToken,
-    ) -> impl Future<Output = Result<Done, CallError>> + Send + 'static {
+    ) -> impl Future<Output = (PackId, Result<Done, CallError>)> + Send + 'static {
         let transfer = Transfer {
             inner: self.inner.clone(),
             reception: self.reception.clone(),
@@ -372,10 +395,12 @@ impl Run<'_> {
             full: self.full.clone(),
         };
         async move {
-            match job {
+            let id = job.pack();
+            let done = match job {
                 Job::Whole { pack, bytes } => transfer.whole(&holder, pack, bytes).await,
                 Job::Objects { pack, bytes, domain, rows } => transfer.objects(&holder, (pack, bytes, domain), &rows, peek).await,
-            }
+            };
+            (id, done)
         }
     }
 }

@@ -10,8 +10,8 @@ use crate::wire::{
 };
 use bao_tree::io::EncodeError;
 use bao_tree::io::outboard::PreOrderMemOutboard;
-use bao_tree::io::sync::{ReadAt, Size, encode_ranges, encode_ranges_validated};
-use bao_tree::{BlockSize, ChunkRanges};
+use bao_tree::io::sync::{ReadAt, Size, encode_ranges, encode_ranges_validated, outboard};
+use bao_tree::{BaoTree, BlockSize, ChunkRanges};
 use bytes::Bytes;
 use iroh_blobs::protocol::{MAX_MESSAGE_SIZE, Request};
 use ks_blobs::{Store, StoreError};
@@ -24,8 +24,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// Packs that are read for peers at the same time: each takes at most its size in memory.
-pub const SERVE_MAX: usize = 4;
+/// Packs that are read for peers at the same time.
+pub const SERVE_MAX: usize = 32;
+/// Those of them that are sent out of memory, right after they were hashed; others are read, and hashed, a second time.
+pub(crate) const IN_MEMORY_MAX: usize = 4;
 /// iroh-blobs' groups: 16 chunks of 1 KiB.
 pub(crate) const GROUP: BlockSize = BlockSize::from_chunk_log(4);
 /// Codes with which connections are closed.
@@ -210,18 +212,44 @@ fn read_pack(inner: &Inner, id: &PackId, ranges: &ChunkRanges, tx: mpsc::Sender<
     }
 }
 
-/// Reads a pack whole, builds its tree, and sends out of the same memory: what leaves is what was hashed.
+/// Builds a pack's tree and sends: out of the same memory, so that what leaves is what was hashed; or, when enough packs are
+/// in memory, reading again and checking against the tree.
 fn first_read(inner: &Inner, pack: &PackFile<'_>, ranges: &ChunkRanges, out: &mut Blocks) -> io::Result<()> {
-    let mut whole = vec![0; usize::try_from(pack.bytes).map_err(io::Error::other)?];
-    pack.read_exact_at(0, &mut whole)?;
-    let tree = PreOrderMemOutboard::create(&whole, GROUP);
+    let room = inner.packs_in_memory.try_acquire().ok();
+    let (tree, whole) = if room.is_some() {
+        let mut whole = vec![0; usize::try_from(pack.bytes).map_err(io::Error::other)?];
+        pack.read_exact_at(0, &mut whole)?;
+        (PreOrderMemOutboard::create(&whole, GROUP), Some(whole))
+    } else {
+        let tree = BaoTree::new(pack.bytes, GROUP);
+        let data = vec![0; usize::try_from(tree.outboard_size()).map_err(io::Error::other)?];
+        let mut made = PreOrderMemOutboard { root: blake3::Hash::from([0; 32]), tree, data };
+        made.root = outboard(io::BufReader::with_capacity(BLOCK, InOrder { pack, at: 0 }), tree, &mut made)?;
+        (made, None)
+    };
     if tree.root.as_bytes() != &pack.id.0 {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "its bytes do not match its name"));
     }
     let tree = Arc::new(tree);
     inner.outboards.put(pack.id, tree.clone());
     out.write_all(&pack.bytes.to_le_bytes())?;
-    encode_ranges(&whole[..], &*tree, ranges, &mut *out).map_err(sort)
+    match whole {
+        Some(whole) => encode_ranges(&whole[..], &*tree, ranges, &mut *out).map_err(sort),
+        None => encode_ranges_validated(pack, &*tree, ranges, &mut *out).map_err(sort),
+    }
+}
+
+/// A pack's file from its beginning to its end.
+struct InOrder<'a> {
+    pack: &'a PackFile<'a>,
+    at: u64,
+}
+impl io::Read for InOrder<'_> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let n = self.pack.read_at(self.at, buf)?;
+        self.at += n as u64;
+        Ok(n)
+    }
 }
 
 /// A reader that went away is told from a file that does not hash.

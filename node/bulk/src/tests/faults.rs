@@ -402,3 +402,33 @@ async fn a_cap_on_bandwidth_holds() {
         assert_whole(&b.store, &id, &im);
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_holders_that_are_both_damaged_give_it_all_together() {
+    let tmp = tempfile::tempdir().unwrap();
+    let members = Members::default();
+    let (a, b) = (Node::start(&tmp.path().join("a"), &members), Node::start(&tmp.path().join("b"), &members));
+    let im = big();
+    let id = checkpoint(&a.store, &im, 20);
+    b.fetcher.fetch_checkpoint(&id, &[a.holder()], &ring(), &pin(1), quiet()).await.unwrap();
+    let all = packs(&a.dir);
+    assert!(all.len() > 8, "{}", all.len());
+    all[..4].iter().for_each(|p| flip(p));
+    packs(&b.dir)[4..8].iter().for_each(|p| flip(p));
+    let c = Node::start(&tmp.path().join("c"), &members);
+    c.fetcher.fetch_checkpoint(&id, &[a.holder(), b.holder()], &ring(), &pin(1), quiet()).await.unwrap();
+    assert_whole(&c.store, &id, &im);
+    assert!(c.bulk.marked().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_the_key_a_fetch_ends_and_says_what_may_be_missing() {
+    let tmp = tempfile::tempdir().unwrap();
+    let members = Members::default();
+    let (a, b) = (Node::start(&tmp.path().join("a"), &members), Node::start(&tmp.path().join("b"), &members));
+    let id = checkpoint(&a.store, &big(), 40);
+    let none = ks_blobs::KeyRing::default();
+    let e = b.fetcher.fetch_checkpoint(&id, &[a.holder()], &none, &pin(1), quiet()).await.unwrap_err();
+    assert_eq!(e.code(), "key", "{e}");
+    assert_eq!((b.store.stats().manifests, b.store.pins()), (0, vec![]));
+}
