@@ -44,7 +44,7 @@ pub enum CallError {
     Refused { peer: PeerId, why: String },
     /// It sent what does not verify or does not decode.
     #[error("{peer} sent wrong bytes: {wrong}")]
-    Wrong { peer: PeerId, wrong: Wrong },
+    Wrong { peer: PeerId, wrong: Box<Wrong> },
     /// This node's store refused.
     #[error(transparent)]
     Store(#[from] StoreError),
@@ -73,10 +73,10 @@ pub enum FetchError {
     Incomplete { id: CheckpointId, missing: usize, causes: String },
     /// This node's disk is full. What had arrived of this checkpoint was removed.
     #[error("checkpoint {id} cannot be kept here: {source}")]
-    DiskFull { id: CheckpointId, source: StoreError },
+    DiskFull { id: CheckpointId, source: Box<StoreError> },
     /// This node's store refused.
     #[error("checkpoint {id} cannot be kept here: {source}")]
-    Store { id: CheckpointId, source: StoreError },
+    Store { id: CheckpointId, source: Box<StoreError> },
     /// The endpoint was closed.
     #[error("checkpoint {id} cannot be fetched: this node is shutting down")]
     Closed { id: CheckpointId },

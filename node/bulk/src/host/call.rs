@@ -20,7 +20,7 @@ pub(crate) fn stalled(peer: PeerId) -> CallError {
     CallError::Lost { peer, why: format!("nothing came for {} s", STALL_MAX.as_secs()) }
 }
 pub(crate) fn wrong(peer: PeerId, what: impl Into<String>, why: impl std::fmt::Display) -> CallError {
-    CallError::Wrong { peer, wrong: Wrong { what: what.into(), why: why.to_string() } }
+    CallError::Wrong { peer, wrong: Box::new(Wrong { what: what.into(), why: why.to_string() }) }
 }
 /// What a stream that ended with `e` means.
 pub(crate) fn read_error(peer: PeerId, what: &str, e: &quinn::ReadError) -> CallError {

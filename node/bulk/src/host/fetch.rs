@@ -189,8 +189,8 @@ async fn blocking<T: Send + 'static>(
 
 fn ours(id: &CheckpointId, source: StoreError) -> FetchError {
     match source {
-        StoreError::DiskFull { .. } => FetchError::DiskFull { id: *id, source },
-        source => FetchError::Store { id: *id, source },
+        StoreError::DiskFull { .. } => FetchError::DiskFull { id: *id, source: Box::new(source) },
+        source => FetchError::Store { id: *id, source: Box::new(source) },
     }
 }
 

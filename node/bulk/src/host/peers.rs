@@ -1,8 +1,9 @@
 //! Other holders as the store's source of what is damaged or missing here (NO-ROT, V11).
 
+use super::call::wrong;
 use super::endpoint::{Bulk, Holder};
 use super::receive::{self, Watch};
-use crate::error::{CallError, Wrong};
+use crate::error::CallError;
 use ks_blobs::{FetchedObject, KeyRing, PackPlace, PeerSource};
 use ks_proto::ids::{CheckpointId, ChunkId, PackId};
 use std::future::Future;
@@ -101,8 +102,7 @@ impl PeerSource for BulkPeers {
                 if let Some(key) = keys.get(object.domain)
                     && let Err(e) = key.open(object.kind, object.codec, &id, object.plain_len as usize, &object.stored)
                 {
-                    let wrong = Wrong { what: format!("object {}", id.short()), why: e.to_string() };
-                    return Err(CallError::Wrong { peer: holder.peer, wrong });
+                    return Err(wrong(holder.peer, format!("object {}", id.short()), e));
                 }
                 Ok(object)
             }

@@ -78,13 +78,10 @@ fn sort(e: DecodeError) -> Stop {
     }
 }
 
-fn decode(
-    pack: &PackId,
-    bytes: u64,
-    ranges: &ChunkRanges,
-    slices: Slices,
-    sink: &mut dyn FnMut(u64, &[u8]) -> Result<(), Stop>,
-) -> Result<(), Stop> {
+/// Takes verified bytes and their offset.
+type Sink<'a> = &'a mut dyn FnMut(u64, &[u8]) -> Result<(), Stop>;
+
+fn decode(pack: &PackId, bytes: u64, ranges: &ChunkRanges, slices: Slices, sink: Sink<'_>) -> Result<(), Stop> {
     let tree = BaoTree::new(bytes, GROUP);
     for item in DecodeResponseIter::new(blake3::Hash::from(pack.0), tree, slices, ranges) {
         if let BaoContentItem::Leaf(leaf) = item.map_err(sort)? {

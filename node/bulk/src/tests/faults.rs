@@ -130,7 +130,7 @@ async fn a_peer_that_sends_wrong_bytes_is_marked_and_asked_last() {
     assert!(c.bulk.marked().is_empty());
     // With the liar alone nothing is adopted, and nothing is left.
     let d = Node::start(&tmp.path().join("d"), &members);
-    let e = d.fetcher.fetch_checkpoint(&id, &[liar.clone()], &ring(), &pin(1), quiet()).await.unwrap_err();
+    let e = d.fetcher.fetch_checkpoint(&id, std::slice::from_ref(&liar), &ring(), &pin(1), quiet()).await.unwrap_err();
     assert!(e.to_string().contains("sent wrong bytes"), "{e}");
     assert_eq!(d.store.stats().manifests, 0);
 }
