@@ -191,10 +191,9 @@ async fn stuck_streams_do_not_block_calls() {
             let mut blocked = Some(blocked);
             loop {
                 // A write that does not get on for this long has filled the window.
-                if tokio::time::timeout(Duration::from_millis(300), out.write_all(&[7; 65_536])).await.is_err() {
-                    if let Some(blocked) = blocked.take() {
-                        let _ = blocked.send(());
-                    }
+                let stuck = tokio::time::timeout(Duration::from_millis(300), out.write_all(&[7; 65_536])).await.is_err();
+                if let Some(blocked) = blocked.take_if(|_| stuck) {
+                    let _ = blocked.send(());
                 }
             }
         }));

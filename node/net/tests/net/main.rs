@@ -1,4 +1,5 @@
 //! Real control planes on loopback: members, strangers, restarts, outages, gossip.
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod control;
 mod faults;

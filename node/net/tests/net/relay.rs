@@ -1,7 +1,7 @@
 //! A UDP relay between two nodes whose directions can be cut one by one.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, btree_map::Entry},
     net::SocketAddr,
     sync::{
         Arc,
@@ -39,10 +39,10 @@ pub async fn relay(target: SocketAddr) -> (SocketAddr, Arc<Cuts>) {
         let mut clients: BTreeMap<SocketAddr, Arc<UdpSocket>> = BTreeMap::new();
         let mut buf = vec![0; 65_536];
         while let Ok((len, from)) = front.recv_from(&mut buf).await {
-            if !clients.contains_key(&from) {
+            if let Entry::Vacant(entry) = clients.entry(from) {
                 let back = Arc::new(UdpSocket::bind("127.0.0.1:0").await.unwrap());
                 tokio::spawn(answers(back.clone(), front.clone(), from, seen.clone()));
-                clients.insert(from, back);
+                entry.insert(back);
             }
             if seen.there.load(Ordering::SeqCst) {
                 seen.dropped.fetch_add(1, Ordering::SeqCst);
