@@ -1,12 +1,18 @@
 //! `ksd` itself: opens everything, serves the API, ends on SIGTERM. Running VMs stay: they are adopted by the next ksd.
 
-use crate::api::{App, router};
+use crate::api::{App, Door, router, serve};
+use crate::fleet::start::Mailboxes;
+use crate::fleet::{self, Fleet};
+use crate::host::engine::HostFacts;
+use crate::host::events::EventLog;
 use crate::host::files::{self, Layout};
+use crate::host::membership;
 use crate::host::state::StateStore;
 use crate::host::vm::Supply;
 use crate::node::Node;
-use crate::ops::{retain, scrub};
+use crate::ops::{facts, retain, scrub};
 use anyhow::{Context, Result, anyhow};
+use axum::Router;
 use ks_blobs::{KeyFile, Store};
 use ks_proto::api::ApiFile;
 use std::net::SocketAddr;
@@ -25,8 +31,17 @@ pub struct Config {
     pub listen: SocketAddr,
     /// Another place for `api.json`.
     pub api_file: Option<PathBuf>,
+    /// Address of the fleet's planes and HTTPS API; port 0 takes the last one again, or any.
+    pub fleet_address: SocketAddr,
 }
 
+/// Exit code of a ksd that wants to be started again at once: its place in a fleet changed.
+pub const START_AGAIN: u8 = 75;
+
+/// Between two attempts to get the fleet's certificate authority from a member.
+const AUTHORITY_AGAIN: Duration = Duration::from_millis(500);
+/// The same when it starts again by itself: everything that was asked is answered.
+const GRACE_AGAIN: Duration = Duration::from_millis(200);
 /// How long open calls may go on after SIGTERM.
 const GRACE: Duration = Duration::from_secs(5);
 
@@ -34,7 +49,7 @@ const GRACE: Duration = Duration::from_secs(5);
 ///
 /// # Errors
 /// Whatever keeps the node from starting, with what to do.
-pub async fn run(config: Config) -> Result<()> {
+pub async fn run(config: Config) -> Result<u8> {
     if !config.listen.ip().is_loopback() {
         return Err(anyhow!("{} is not a loopback address; the API of a lone node listens on loopback only", config.listen));
     }
@@ -42,11 +57,18 @@ pub async fn run(config: Config) -> Result<()> {
     let layout = Layout::open(&config.data_dir).map_err(|e| anyhow!(e))?;
     let _lock = files::lock(&layout).map_err(|e| anyhow!(e))?;
     let _ = std::fs::remove_dir_all(layout.tmp()).and_then(|()| std::fs::create_dir(layout.tmp()));
-    let supply = open_supply(&layout)?;
-    let state = open_state(&layout, &supply)?;
-    abort_on_panic();
+    if let Some(done) = membership::carry_out(&layout).map_err(|e| anyhow!(e))? {
+        tracing::info!("{done}");
+    }
+    let (deadline, lease) = tokio::sync::watch::channel(0);
+    let supply = open_supply(&layout, lease)?;
+    let events = open_events(&layout, &supply)?;
     let token = files::token(&layout).map_err(|e| anyhow!(e))?;
-    let node = Node::new(layout.clone(), state, supply);
+    let (fleet, mail) = open_fleet(&config, &layout, &supply, deadline, &events).await?;
+    let state = StateStore::new(fleet.consensus().clone(), events.clone());
+    events.forget_earlier_state().context("cannot forget the earlier state")?;
+    abort_on_panic();
+    let node = Node::new(layout.clone(), state, supply, fleet);
     for warning in node.supply.store.warnings() {
         node.state.event("", "store-warning", warning);
     }
@@ -54,9 +76,8 @@ pub async fn run(config: Config) -> Result<()> {
     let api_path = config.api_file.clone().unwrap_or_else(|| layout.api_file());
     let listener = listen(config.listen, &api_path).await?;
     let port = listener.local_addr()?.port();
-    node.resume_all();
-    tokio::spawn(retain::run(Arc::downgrade(&node)));
-    tokio::spawn(scrub::run(Arc::downgrade(&node)));
+    let router = router(App { node: node.clone() });
+    tasks(&node, mail, &router);
     let url = format!("http://{}", listener.local_addr()?);
     let api =
         ApiFile { url: url.clone(), token: token.clone(), pid: std::process::id(), fleet: vec![], fingerprint: String::new() };
@@ -66,16 +87,71 @@ pub async fn run(config: Config) -> Result<()> {
     files::write_atomic(&api_path, &serde_json::to_vec_pretty(&api)?)
         .with_context(|| format!("cannot write {}", api_path.display()))?;
     node.state.event("", "node-up", &format!("ksd {} listens on {url}", env!("CARGO_PKG_VERSION")));
-    let app = App { node: node.clone(), token: token.into(), port };
-    serve(&node, listener, app).await?;
+    let door = Door::Local { port, token: token.into() };
+    serve(&node, listener, serve::through(&router, door)).await?;
+    node.fleet.shutdown().await;
     // Nobody is to be sent to a node that has ended in good order. The port is kept for the next one.
-    if let Err(e) = std::fs::remove_file(&api_path) {
+    if !node.restart.load(Ordering::Acquire)
+        && let Err(e) = std::fs::remove_file(&api_path)
+    {
         tracing::warn!("{} stays: {e}", api_path.display());
     }
-    Ok(())
+    Ok(if node.restart.load(Ordering::Acquire) { START_AGAIN } else { 0 })
 }
 
-async fn serve(node: &Arc<Node>, listener: TcpListener, app: App) -> Result<()> {
+/// Everything that goes on beside the API.
+fn tasks(node: &Arc<Node>, mail: Mailboxes, router: &Router) {
+    let weak = || Arc::downgrade(node);
+    node.supply.store.set_peers(node.fleet.repair_source(weak()));
+    tokio::spawn(fleet::renewal::run(weak(), node.fleet.clone(), mail.lease));
+    tokio::spawn(fleet::placing::run(weak(), mail.placing));
+    tokio::spawn(fleet::voting::run(weak()));
+    tokio::spawn(fleet::copying::run(weak()));
+    tokio::spawn(fleet::owning::run(weak()));
+    tokio::spawn(fleet::follow(node.fleet.clone()));
+    tokio::spawn(fleet::follow_lineage(weak(), node.fleet.clone()));
+    tokio::spawn(facts::run(weak()));
+    tokio::spawn(retain::run(weak()));
+    tokio::spawn(scrub::run(weak()));
+    tokio::spawn(fleet::serve_members(node.fleet.clone(), router.clone()));
+    match TcpListener::from_std(mail.https) {
+        Ok(door) => drop(tokio::spawn(serve::https(door, mail.tls, router.clone()))),
+        Err(e) => tracing::error!("the HTTPS door stays closed: {e}"),
+    }
+    let node = node.clone();
+    tokio::spawn(async move {
+        let profiles = facts::profiles(&node);
+        fleet::start::announce(&node.fleet, profiles).await;
+        while node.fleet.authority_file().is_err() {
+            node.fleet.get_authority().await;
+            tokio::time::sleep(AUTHORITY_AGAIN).await;
+        }
+    });
+}
+
+async fn open_fleet(
+    config: &Config,
+    layout: &Layout,
+    supply: &Supply,
+    deadline: tokio::sync::watch::Sender<u64>,
+    events: &EventLog,
+) -> Result<(Arc<Fleet>, Mailboxes)> {
+    let facts = HostFacts::probe();
+    let profiles = ["kvm", "qemu"].into_iter().filter_map(|e| facts.choose(e).ok()).map(|c| c.profile).collect();
+    let told = events.clone();
+    let opening = fleet::start::Opening {
+        layout,
+        address: config.fleet_address,
+        supply,
+        deadline,
+        profiles,
+        earlier: events.earlier_state().context("cannot read the state of an earlier version")?,
+        event: Arc::new(move |kind, text| told.record("", kind, text)),
+    };
+    fleet::start::open(opening).await.map_err(|e| anyhow!(e))
+}
+
+async fn serve(node: &Arc<Node>, listener: TcpListener, app: Router) -> Result<()> {
     let stop = {
         let node = node.clone();
         async move {
@@ -86,11 +162,14 @@ async fn serve(node: &Arc<Node>, listener: TcpListener, app: App) -> Result<()> 
     };
     let mut stopped = std::pin::pin!(node.shutdown.notified());
     stopped.as_mut().enable();
-    let serving = axum::serve(listener, router(app)).with_graceful_shutdown(stop);
+    let serving = axum::serve(listener, app).with_graceful_shutdown(stop);
     tokio::select! {
         done = serving => done.context("the API ended")?,
         // Terminals stay attached for ever: they get a short while, then the process ends.
-        () = async { stopped.await; tokio::time::sleep(GRACE).await } => {}
+        () = async {
+            stopped.await;
+            tokio::time::sleep(if node.restart.load(Ordering::Acquire) { GRACE_AGAIN } else { GRACE }).await;
+        } => {}
     }
     node.state.event("", "node-down", "ksd ends; running sessions stay and are adopted by the next one");
     Ok(())
@@ -107,21 +186,23 @@ async fn end_signal() {
     }
 }
 
-/// The state database. One that is gone or damaged while the store holds checkpoints is a refusal, never a blank node.
-fn open_state(layout: &Layout, supply: &Supply) -> Result<StateStore> {
-    let path = layout.database();
+/// The event database, and a look whether the replicated state is where the store says it should be: one that is gone while
+/// the store holds checkpoints is a refusal, never a blank node.
+fn open_events(layout: &Layout, supply: &Supply) -> Result<EventLog> {
+    let (path, raft) = (layout.database(), membership::raft_dir(layout));
     let held = supply.store.stats().manifests;
-    if !path.exists() && held > 0 {
+    // A lone node of an earlier version kept its state beside its events.
+    let earlier = || path.exists() && EventLog::open(&path).is_ok_and(|e| matches!(e.earlier_state(), Ok(Some(_))));
+    if held > 0 && !raft.exists() && !layout.root.join("node.json").exists() && !earlier() {
         return Err(anyhow!(
-            "{} is missing, but the chunk store beside it holds {held} checkpoints and images: put the database back from a copy; to \
-             begin anew, move the whole data folder away first (nothing in it was touched)",
-            path.display()
+            "{} is missing, but the chunk store beside it holds {held} checkpoints and images: put it back from a copy; to begin anew, \
+             move the whole data folder away first (nothing in it was touched)",
+            raft.display()
         ));
     }
     // redb panics on some kinds of damage inside a page.
-    let opened = std::panic::catch_unwind(|| StateStore::open(&path));
-    let damaged =
-        format!("{} cannot be opened: put it back from a copy; the checkpoints in the store are untouched", path.display());
+    let opened = std::panic::catch_unwind(|| EventLog::open(&path));
+    let damaged = format!("{} (this node's events) cannot be opened: move it away; nothing else is in it", path.display());
     match opened {
         Ok(done) => done.context(damaged),
         Err(_) => Err(anyhow!("{damaged} (the database's own reader gave up on it: it is damaged)")),
@@ -138,12 +219,12 @@ fn abort_on_panic() {
     }));
 }
 
-fn open_supply(layout: &Layout) -> Result<Supply> {
+fn open_supply(layout: &Layout, lease: tokio::sync::watch::Receiver<u64>) -> Result<Supply> {
     let store = Store::open(&layout.store()).context("cannot open the chunk store")?;
     // A key that is lost while objects are sealed under it must not be replaced in silence.
     let fresh = store.stats().packs == 0;
     let keys = KeyFile::in_dir(&layout.root).load_or_create(fresh).context("cannot open the key file")?;
-    Ok(Supply { store, keys })
+    Ok(Supply { store, keys, board: fleet::board::Board::default(), lease })
 }
 
 /// VMs that belong to no session (a golden boot or a diff that an earlier ksd left) are ended.

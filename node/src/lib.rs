@@ -2,6 +2,7 @@
 
 pub mod api;
 pub mod daemon;
+pub mod fleet;
 pub mod host;
 pub mod node;
 pub mod ops;

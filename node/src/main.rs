@@ -24,10 +24,18 @@ struct Args {
     /// Another place for api.json than the data folder.
     #[arg(long)]
     api_file: Option<PathBuf>,
+    /// Address of the fleet's planes: UDP PORT and PORT+1 for members, TCP PORT for the HTTPS API. Port 0 takes the last one
+    /// again, or any free one.
+    #[arg(long, default_value = "127.0.0.1:0", value_parser = fleet_address)]
+    fleet_address: SocketAddr,
     /// A supervisor starts this one again when it dies.
     #[arg(long)]
     supervised: bool,
 }
+
+/// What is logged when `KS_LOG` does not say: of the libraries only what went wrong.
+const QUIET: &str =
+    "info,openraft=error,libp2p_swarm=warn,libp2p_core=warn,chitchat=warn,iroh_blobs=warn,quinn=warn,quinn_proto=warn";
 
 #[derive(Subcommand)]
 enum Command {
@@ -39,8 +47,14 @@ enum Command {
     },
 }
 
+/// `IP` or `IP:PORT`.
+fn fleet_address(text: &str) -> Result<SocketAddr, String> {
+    let ip = || text.parse::<std::net::IpAddr>().map(|ip| SocketAddr::new(ip, 0));
+    text.parse().or_else(|_| ip()).map_err(|_| format!("{text:?} is not IP or IP:PORT"))
+}
+
 fn main() -> ExitCode {
-    let filter = tracing_subscriber::EnvFilter::try_from_env("KS_LOG").unwrap_or_else(|_| "info".into());
+    let filter = tracing_subscriber::EnvFilter::try_from_env("KS_LOG").unwrap_or_else(|_| QUIET.into());
     let colours = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
     tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_writer(std::io::stderr).init();
     match run(Args::parse()) {
@@ -58,11 +72,12 @@ fn run(args: Args) -> Result<u8> {
         Some(Command::Supervise { args }) => runtime.block_on(supervise::run(args)),
         None => {
             let data_dir = args.data_dir.ok_or_else(|| anyhow::anyhow!("--data-dir DIR is missing"))?;
-            let config = daemon::Config { data_dir, listen: args.listen, api_file: args.api_file };
-            runtime.block_on(daemon::run(config))?;
+            let (listen, api_file, fleet_address) = (args.listen, args.api_file, args.fleet_address);
+            let config = daemon::Config { data_dir, listen, api_file, fleet_address };
+            let code = runtime.block_on(daemon::run(config))?;
             // Tasks that block on a disk must not hold the end up.
             runtime.shutdown_timeout(std::time::Duration::from_secs(1));
-            Ok(0)
+            Ok(code)
         }
     }
 }

@@ -1,18 +1,23 @@
 //! One node: what it holds open, and its sessions.
 
+use crate::fleet::Fleet;
 use crate::host::engine::{EngineChoice, HostFacts};
 use crate::host::files::Layout;
 use crate::host::golden::GoldenWork;
-use crate::host::session::{self, SessionHandle};
+use crate::host::session::SessionHandle;
 use crate::host::state::StateStore;
 use crate::host::vm::Supply;
 use crate::session::{Head, HeadKind, Policy};
-use ks_proto::api::{ApiError, NodeInfo, SessionState};
+use ks_proto::api::{ApiError, NodeInfo};
 use ks_proto::{CheckpointId, SessionId};
-use ks_raft::{SessionRecord, Wanted};
-use std::collections::BTreeMap;
-use std::sync::atomic::AtomicBool;
+use ks_raft::SessionRecord;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// How long an answer may take to leave before ksd ends.
+const ANSWERED: Duration = Duration::from_millis(300);
 
 /// See the module. Shared by `Arc`.
 pub struct Node {
@@ -28,16 +33,22 @@ pub struct Node {
     pub engine: Result<EngineChoice, ApiError>,
     /// Golden checkpoints being made.
     pub golden: GoldenWork,
+    /// This node's part in the fleet.
+    pub fleet: Arc<Fleet>,
     /// Set when ksd is about to end on purpose: nothing new is started.
     pub ending: AtomicBool,
+    /// Set when ksd ends to be started again with another place in a fleet.
+    pub restart: AtomicBool,
     /// Told when the API should stop.
     pub shutdown: tokio::sync::Notify,
     sessions: Mutex<BTreeMap<SessionId, SessionHandle>>,
+    /// Sessions that are being made here: their machine is started by whoever makes them.
+    making: Mutex<BTreeSet<SessionId>>,
 }
 
 impl Node {
     /// A node of these parts, with no sessions looked after yet.
-    pub fn new(layout: Layout, state: StateStore, supply: Supply) -> Arc<Self> {
+    pub fn new(layout: Layout, state: StateStore, supply: Supply, fleet: Arc<Fleet>) -> Arc<Self> {
         let facts = HostFacts::probe();
         let engine = facts.choose("auto");
         Arc::new(Self {
@@ -47,9 +58,12 @@ impl Node {
             facts,
             engine,
             golden: GoldenWork::default(),
+            fleet,
             ending: AtomicBool::new(false),
+            restart: AtomicBool::new(false),
             shutdown: tokio::sync::Notify::new(),
             sessions: Mutex::default(),
+            making: Mutex::default(),
         })
     }
 
@@ -70,9 +84,7 @@ impl Node {
             engine: engine.engine,
             profile: engine.profile,
             engine_why: engine.why,
-            warning:
-                "one node: every checkpoint has one copy, on this disk. If the disk or the host is lost, so are the sessions."
-                    .into(),
+            warning: crate::ops::fleet::warning(&self.state.read(), self.fleet.voters().len()),
         }
     }
 
@@ -82,7 +94,7 @@ impl Node {
     /// `not-found`.
     pub fn record(&self, name_or_id: &str) -> Result<SessionRecord, ApiError> {
         self.state.read().find(name_or_id).cloned().ok_or_else(|| {
-            let why = format!("no session is called {name_or_id:?} on this node");
+            let why = format!("no session is called {name_or_id:?}");
             ApiError::new("not-found", "there is no such session", why, "ks ls shows what there is")
         })
     }
@@ -114,18 +126,43 @@ impl Node {
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner).remove(id);
     }
 
-    /// Starts a machine for every session of the records: live VMs are adopted, lost ones come back.
-    pub fn resume_all(self: &Arc<Self>) {
-        let records: Vec<SessionRecord> = self.state.read().sessions.values().filter(|s| !s.tombstone).cloned().collect();
-        for r in records {
-            let state = match r.wanted {
-                Wanted::Running => SessionState::Starting,
-                Wanted::Parked => SessionState::Parked,
-                Wanted::Stopped => SessionState::Stopped,
-                Wanted::Failed => SessionState::Failed,
-            };
-            session::start(self, &r, state, session::First::Resume);
-        }
+    /// All sessions looked after here.
+    pub fn handles(&self) -> Vec<SessionHandle> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+    }
+
+    /// Says that a session is being made here, until the returned value goes.
+    pub fn make(self: &Arc<Self>, id: SessionId) -> Making {
+        self.making.lock().unwrap_or_else(PoisonError::into_inner).insert(id);
+        Making { node: self.clone(), id }
+    }
+
+    /// True while it is being made here.
+    pub fn is_making(&self, id: &SessionId) -> bool {
+        self.making.lock().unwrap_or_else(PoisonError::into_inner).contains(id)
+    }
+
+    /// Ends ksd in a moment, once the present answer is out; its supervisor starts it again.
+    pub fn restart_soon(self: &Arc<Self>) {
+        self.ending.store(true, Ordering::Release);
+        self.restart.store(true, Ordering::Release);
+        let node = self.clone();
+        tokio::spawn(async move {
+            tokio::time::sleep(ANSWERED).await;
+            node.shutdown.notify_waiters();
+        });
+    }
+}
+
+/// See [`Node::make`].
+pub struct Making {
+    node: Arc<Node>,
+    id: SessionId,
+}
+impl Drop for Making {
+    fn drop(&mut self) {
+        self.node.making.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.id);
+        self.node.fleet.owning.notify_one();
     }
 }
 

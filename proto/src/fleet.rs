@@ -304,8 +304,8 @@ pub struct Admit {
     pub incarnation: String,
     /// Program version.
     pub version: String,
-    /// Certificate request (PKCS#10 DER, base64) for its HTTPS leaf.
-    pub csr: String,
+    /// Public half of its HTTPS key (an uncompressed P-256 point, hex): the leaf is made for it.
+    pub api_public: String,
 }
 
 /// A member as the joiner needs it to find it.

@@ -1,16 +1,23 @@
-//! The HTTP API of proto's `api` module, on loopback, behind a bearer token.
+//! The HTTP API of proto's `api` and `fleet` modules, behind three doors (see `auth`).
 
 mod auth;
 mod bridge;
 mod files;
+mod fleet;
 mod images;
+pub mod internal;
+mod pass_on;
 mod reply;
+pub mod serve;
 mod sessions;
+pub mod tunnel;
+
+pub use auth::{ADMIT, Door, ROLE_HEADER};
 
 use crate::node::Node;
 use axum::Router;
 use axum::extract::DefaultBodyLimit;
-use axum::routing::{get, post};
+use axum::routing::{get, post, put};
 use std::sync::Arc;
 
 /// The largest JSON body.
@@ -21,13 +28,9 @@ const JSON_BYTES_MAX: usize = 24 << 20;
 pub struct App {
     /// The node.
     pub node: Arc<Node>,
-    /// Bearer token.
-    pub token: Arc<str>,
-    /// Port listened on; Host and Origin must name it.
-    pub port: u16,
 }
 
-/// All routes.
+/// All routes. Each door adds itself as an extension (`serve::through`).
 pub fn router(app: App) -> Router {
     let files = get(files::get_tar).put(files::put_tar).layer(DefaultBodyLimit::disable());
     let v1 = Router::new()
@@ -57,8 +60,28 @@ pub fn router(app: App) -> Router {
         .route("/sessions/{name}/files", files)
         .route("/sessions/{name}/exec", get(bridge::exec))
         .route("/sessions/{name}/attach", get(bridge::attach))
+        .route("/fleet", get(fleet::info))
+        .route("/fleet/token", post(fleet::token))
+        .route("/fleet/join", post(fleet::join))
+        .route("/fleet/admit", post(fleet::admit))
+        .route("/fleet/leave", post(fleet::leave))
+        .route("/fleet/recover", post(fleet::recover))
+        .route("/fleet/policy", put(fleet::policy))
+        .route("/fleet/nodes/{node}/drain", post(fleet::drain))
+        .route("/fleet/nodes/{node}", axum::routing::delete(fleet::remove))
+        .route("/users", get(fleet::users).post(fleet::put_user))
+        .route("/users/{name}", axum::routing::delete(fleet::drop_user))
+        .route("/internal/sessions", get(internal::sessions))
+        .route("/internal/fetch", post(internal::fetch))
+        .route("/internal/hand-over", post(internal::hand_over))
+        .route("/internal/authority", get(internal::authority))
+        .route("/internal/images/{id}/{file}", get(internal::image_file))
         .fallback(reply::no_route)
-        .layer(DefaultBodyLimit::max(JSON_BYTES_MAX))
-        .layer(axum::middleware::from_fn_with_state(app.clone(), auth::check));
-    Router::new().nest("/v1", v1).fallback(reply::no_route).with_state(app)
+        .layer(DefaultBodyLimit::max(JSON_BYTES_MAX));
+    Router::new()
+        .nest("/v1", v1)
+        .fallback(reply::no_route)
+        .layer(axum::middleware::from_fn_with_state(app.clone(), pass_on::to_owner))
+        .layer(axum::middleware::from_fn_with_state(app.clone(), auth::check))
+        .with_state(app)
 }

@@ -31,7 +31,7 @@ pub struct EventsQuery {
 }
 
 pub async fn events(State(app): State<App>, Query(q): Query<EventsQuery>) -> Result<Response, Refused> {
-    let (past, mut live) = app.node.state.events(q.from).map_err(ApiError::from)?;
+    let (past, mut live) = app.node.state.events(q.from)?;
     let (tx, rx) = tokio::sync::mpsc::channel(64);
     tokio::spawn(async move {
         let mut last = None;
@@ -63,7 +63,7 @@ pub async fn events(State(app): State<App>, Query(q): Query<EventsQuery>) -> Res
 }
 
 pub async fn list(State(app): State<App>) -> Json<Vec<Session>> {
-    Json(describe::all(&app.node))
+    Json(describe::all(&app.node).await)
 }
 
 pub async fn create(State(app): State<App>, Input(c): Input<CreateSession>) -> Response {
@@ -85,7 +85,7 @@ pub async fn remove(State(app): State<App>, Path(name): Name, Query(q): Query<Re
 }
 
 pub async fn checkpoints(State(app): State<App>, Path(name): Name) -> Answered<Vec<Checkpoint>> {
-    Ok(Json(app.node.record(&name)?.checkpoints.into_values().map(|c| c.info).collect()))
+    Ok(Json(describe::checkpoints(&app.node, &app.node.record(&name)?)))
 }
 
 pub async fn tree(State(app): State<App>, Path(name): Name) -> Answered<Tree> {

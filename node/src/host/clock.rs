@@ -31,3 +31,9 @@ pub fn unix_ns() -> u64 {
 pub fn instant(mono_ms: u64) -> tokio::time::Instant {
     tokio::time::Instant::from_std(start() + Duration::from_millis(mono_ms))
 }
+
+/// CLOCK_BOOTTIME in milliseconds: it goes on while the machine sleeps, and leases are counted on it.
+pub fn boottime_ms() -> u64 {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    t.tv_sec.unsigned_abs() * 1000 + t.tv_nsec.unsigned_abs() / 1_000_000
+}

@@ -4,7 +4,7 @@ use super::guest::{GuestInfo, HELLO_BOOTED};
 use super::image::image_dir;
 use super::launch;
 use super::upload::Sink;
-use super::vm::{LiveVm, Origin, Spec, launch as launch_vm};
+use super::vm::{LiveVm, Origin, Owned, Spec, launch as launch_vm};
 use super::{clock, engine::EngineChoice, files};
 use crate::node::Node;
 use crate::progress::Steps;
@@ -55,7 +55,7 @@ pub struct Shape {
 }
 
 impl Shape {
-    fn record(&self, checkpoint: CheckpointId) -> GoldenRecord {
+    fn record(&self, node: &Node, checkpoint: CheckpointId) -> GoldenRecord {
         GoldenRecord {
             image_id: self.image.id,
             memory_mib: self.memory_mib,
@@ -65,11 +65,11 @@ impl Shape {
             engine_version: self.engine.version.clone(),
             checkpoint,
             created_unix_ms: clock::unix_ms(),
-            holders: Vec::new(),
+            holders: vec![node.fleet.number()],
         }
     }
     fn find(&self, node: &Node) -> Option<CheckpointId> {
-        let like = self.record(CheckpointId([0; 32]));
+        let like = self.record(node, CheckpointId([0; 32]));
         node.state.read().golden.iter().find(|g| g.same_key(&like)).map(|g| g.checkpoint)
     }
 }
@@ -91,9 +91,7 @@ pub async fn ensure(node: &Arc<Node>, shape: &Shape, steps: &Steps) -> Result<Ch
         return Ok(id);
     }
     let id = make(node, shape, steps).await?;
-    let (state, golden) = (node.state.clone(), shape.record(id));
-    let put = tokio::task::spawn_blocking(move || state.apply(Command::PutGolden { golden })).await;
-    put.unwrap_or_else(|e| Err(ApiError::new("internal", "recording the golden checkpoint", e.to_string(), "try again")))?;
+    node.state.propose(Command::PutGolden { golden: shape.record(node, id) }).await?;
     node.state.event("", "golden", &format!("image {} is ready with {} MiB", shape.image.name, shape.memory_mib));
     Ok(id)
 }
@@ -113,7 +111,14 @@ async fn make(node: &Arc<Node>, shape: &Shape, steps: &Steps) -> Result<Checkpoi
         verify_eager: false,
     };
     let origin = Origin::Boot { disk: shape.image.disk };
-    let spec = Spec { config, origin, kernel: files.join("kernel"), initrd: files.join("initrd"), write_domain: IMAGE_DOMAIN };
+    let spec = Spec {
+        config,
+        origin,
+        kernel: files.join("kernel"),
+        initrd: files.join("initrd"),
+        write_domain: IMAGE_DOMAIN,
+        owned: Owned::always(),
+    };
     steps.step(format!("booting image {} with {} MiB (once)", shape.image.name, shape.memory_mib), 0, 4);
     let vm = Arc::new(launch_vm(&node.supply, &dir, &spec, Sink::Golden).await?);
     let mut ended = vm.ended.clone();

@@ -197,7 +197,7 @@ fn take_in_now(node: &Arc<Node>, name: &str, dir: &Path, steps: &Steps) -> Resul
         disk_used_bytes: info.root.map_or(0, |r| r.used_bytes),
         disk: taken.id,
         created_unix_ms: super::clock::unix_ms(),
-        holders: Vec::new(),
+        holders: vec![node.fleet.number()],
     };
     node.state.apply(Command::PutImage { image: image.clone() })?;
     node.state.event("", "image", &format!("image {name} is {}", id.short()));
@@ -268,7 +268,7 @@ pub fn listed(node: &Node, i: &ImageRecord) -> Image {
 /// `not-found`, with how to make one.
 pub fn find(node: &Node, name: &str) -> Result<ImageRecord, ApiError> {
     node.state.read().images.get(name).cloned().ok_or_else(|| {
-        let why = format!("there is no image {name:?} on this node");
+        let why = format!("there is no image {name:?}");
         let next = match name {
             DEFAULT => "make it: ks image build (about two minutes)",
             SOFT => "make it: ks image build --profile soft (it compiles a kernel, about ten minutes)",

@@ -4,7 +4,8 @@ use super::guest::{HELLO_RESTORED, SHORT};
 use super::image::image_dir;
 use super::session::{Steer, run_dir};
 use super::upload::Sink;
-use super::vm::{LiveVm, Origin, Spec, fault, launch};
+use super::vm::{LiveVm, Origin, Owned, Spec, fault, launch};
+use crate::fleet::fetch;
 use crate::node::{Node, head_of};
 use crate::session::{Checkpointed, Head, HeadKind, Job};
 use ks_blobs::USER_DOMAIN;
@@ -39,7 +40,10 @@ fn spec(node: &Node, r: &SessionRecord, token: RunToken, checkpoint: CheckpointI
         verify_eager,
     };
     let origin = Origin::Restore { checkpoint };
-    Spec { config, origin, kernel: dir.join("kernel"), initrd: dir.join("initrd"), write_domain: USER_DOMAIN }
+    let (state, me, id) = (node.state.clone(), node.fleet.number(), r.id);
+    let owned = move || state.read().sessions.get(&id).is_some_and(|r| r.owner == me && r.token.epoch == token.epoch);
+    let owned = Owned(Arc::new(owned));
+    Spec { config, origin, kernel: dir.join("kernel"), initrd: dir.join("initrd"), write_domain: USER_DOMAIN, owned }
 }
 
 fn sink(node: &Node, id: SessionId, token: RunToken) -> Sink {
@@ -61,6 +65,7 @@ pub async fn launch_session(
 ) -> Result<LiveVm, ApiError> {
     let gone = || ApiError::new("not-found", "the session is gone", "it was removed meanwhile", "ks ls");
     let record = node.state.read().sessions.get(&id).cloned().ok_or_else(gone)?;
+    fetch::ensure_start(node, id, token, from.id).await?;
     let dir = run_dir(node, id, token);
     let vm = launch(&node.supply, &dir, &spec(node, &record, token, from.id, verify_eager), sink(node, id, token)).await?;
     match make_ready(&vm, &record, from.kind, steer).await {

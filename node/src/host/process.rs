@@ -65,6 +65,13 @@ fn of_group(pgid: u32) -> Vec<Proc> {
         .collect()
 }
 
+/// As [`kill_group`], for a process that is named by its id only.
+pub fn kill_group_of(pid: u32) {
+    if let Some(p) = Proc::of(pid) {
+        kill_group(p);
+    }
+}
+
 /// SIGKILL to the process and, when it leads one, to its whole group.
 pub fn kill_group(p: Proc) {
     let Some(pid) = i32::try_from(p.pid).ok().and_then(Pid::from_raw) else { return };

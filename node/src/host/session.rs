@@ -5,11 +5,12 @@ use super::heartbeat;
 use super::launch;
 use super::process;
 use super::vm::{LiveVm, is_final};
+use crate::fleet::placing::{self, Notice};
 use crate::node::{Node, head_of, policy_of};
 use crate::session::{Answer, AskId, Effect, Input, Job, Link, Machine, Request, next_older};
 use ks_proto::api::{ApiError, Interruption, SessionState};
 use ks_proto::{CheckpointId, RunToken, SessionId};
-use ks_raft::{Command, Lost, Response, SessionRecord};
+use ks_raft::{Command, Lost, Response, SessionRecord, Wanted};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
@@ -49,6 +50,8 @@ enum Message {
 pub struct SessionHandle {
     /// Session.
     pub id: SessionId,
+    /// The assignment that its machine is for.
+    pub epoch: u64,
     tx: mpsc::Sender<Message>,
     /// What others see.
     pub view: watch::Receiver<View>,
@@ -107,7 +110,7 @@ pub fn start(node: &Arc<Node>, record: &SessionRecord, state: SessionState, firs
     let (tx, rx) = mpsc::channel(MAILBOX_MAX);
     let view = View { state, reason: record.reason.clone(), vm: None };
     let (view_tx, view) = watch::channel(view);
-    let handle = SessionHandle { id: record.id, tx: tx.clone(), view };
+    let handle = SessionHandle { id: record.id, epoch: record.token.epoch, tx: tx.clone(), view };
     node.adopt_handle(handle.clone());
     let steer = match &first {
         First::Begin(files) => files.clone(),
@@ -124,6 +127,7 @@ pub fn start(node: &Arc<Node>, record: &SessionRecord, state: SessionState, firs
         next_ask: 1,
         steer: Arc::new(steer),
         run_token: record.token,
+        epoch: record.token.epoch,
     };
     let node = node.clone();
     let record = record.clone();
@@ -144,6 +148,8 @@ pub fn start(node: &Arc<Node>, record: &SessionRecord, state: SessionState, firs
 
 /// After a restart: the VM of the newest run is adopted if it lives; every other process of the session is ended.
 async fn resume(node: &Arc<Node>, r: &SessionRecord, state: SessionState, tx: &mpsc::Sender<Message>) -> Option<Input> {
+    // Until its VM is found, or its end is sure, it counts as one whose deadline is not known.
+    let _place = node.fleet.board().enter(0);
     let keep = run_dir(node, r.id, r.token);
     for dir in run_dirs(node, r.id).into_iter().filter(|d| *d != keep || state != SessionState::Starting) {
         if let Err(why) = end_dir(&dir).await {
@@ -158,7 +164,16 @@ async fn resume(node: &Arc<Node>, r: &SessionRecord, state: SessionState, tx: &m
             let _ = tx.send(Message::Launched(Arc::new(vm))).await;
             Some(Input::Adopted)
         }
-        Err(why) => Some(Input::Lost { token: r.token, cause: format!("the VM did not outlive the node: {why}") }),
+        Err(why) => {
+            if let Err(stays) = end_dir(&keep).await {
+                node.state.event(r.name.as_str(), "process-stays", &stays);
+            }
+            let cause = match &r.lost {
+                Some(lost) => lost.cause.clone(),
+                None => format!("the VM did not outlive the node: {why}"),
+            };
+            Some(Input::Lost { token: r.token, cause })
+        }
     }
 }
 
@@ -191,6 +206,7 @@ struct Actor {
     next_ask: AskId,
     steer: Arc<Steer>,
     run_token: RunToken,
+    epoch: u64,
 }
 
 impl Actor {
@@ -269,14 +285,8 @@ impl Actor {
         });
     }
 
-    async fn apply(&self, node: &Arc<Node>, command: Command) -> Result<Response, ApiError> {
-        let state = node.state.clone();
-        let done = tokio::task::spawn_blocking(move || state.apply(command)).await;
-        done.unwrap_or_else(|e| Err(ApiError::new("internal", "writing the node's state", e.to_string(), "report this")))
-    }
-
     async fn record_it(&self, node: &Arc<Node>, command: Command) {
-        if let Err(e) = self.apply(node, command).await {
+        if let Err(e) = node.state.propose(command).await {
             tracing::error!(session = self.name, "a change is not recorded: {e}");
         }
     }
@@ -291,13 +301,16 @@ impl Actor {
                 }
             }
             Effect::BeginRun { from } => {
-                let input =
-                    match self.apply(node, Command::BeginRun { id: self.id, from, expected_epoch: None, node: None }).await {
+                let (node, id, epoch) = (node.clone(), self.id, self.epoch);
+                self.spawn_input(async move {
+                    let me = node.fleet.number();
+                    let command = Command::BeginRun { id, from, expected_epoch: Some(epoch), node: Some(me) };
+                    match node.state.propose(command).await {
                         Ok(Response::Token { token }) => Input::RunBegan { token },
                         Ok(other) => Input::RunRefused { error: unexpected(&other) },
                         Err(error) => Input::RunRefused { error },
-                    };
-                self.spawn_input(async { input });
+                    }
+                });
             }
             Effect::Launch { token, from, verify_eager } => {
                 let (node, id, tx, steer) = (node.clone(), self.id, self.tx.clone(), self.steer.clone());
@@ -318,6 +331,12 @@ impl Actor {
                 self.spawn_input(async { input });
             }
             Effect::TakeCheckpoint { token, job } => self.take_checkpoint(token, job),
+            // A node that cannot start it lets the leader try another one first.
+            Effect::SetWanted { wanted: Wanted::Failed, reason } if others_could(node, &self.id) => {
+                let (node, session, epoch) = (node.clone(), self.id, self.epoch);
+                let notice = Notice::StartFailed { session, epoch, node: node.fleet.number(), reason };
+                tokio::spawn(async move { placing::tell(&node, notice).await });
+            }
             Effect::SetWanted { wanted, reason } => {
                 self.record_it(node, Command::SetWanted { id: self.id, wanted, reason }).await;
             }
@@ -336,6 +355,15 @@ impl Actor {
                 }
             }
             Effect::Show { state, reason } => self.view.send_modify(|v| (v.state, v.reason) = (state, reason)),
+            Effect::LetGo => {
+                node.drop_handle(&self.id);
+                node.fleet.owning.notify_one();
+                for (_, tx) in std::mem::take(&mut self.asks) {
+                    let _ =
+                        tx.send(Err(ApiError::new("moving", "the session has moved", "another node has it now", "try again")));
+                }
+                return true;
+            }
             Effect::Forget => {
                 self.record_it(node, Command::RemoveSession { id: self.id }).await;
                 node.drop_handle(&self.id);
@@ -394,6 +422,10 @@ impl Actor {
 
     async fn note_back(&mut self, node: &Arc<Node>, from: CheckpointId) {
         self.steer = Arc::new(vec![]);
+        if !node.fleet.alone() {
+            let (node, notice) = (node.clone(), Notice::Started { session: self.id, epoch: self.epoch });
+            tokio::spawn(async move { placing::tell(&node, notice).await });
+        }
         let found = {
             let state = node.state.read();
             state.sessions.get(&self.id).and_then(|r| {
@@ -420,6 +452,13 @@ impl Actor {
         let (state, name) = (node.state.clone(), self.name.clone());
         let _ = tokio::task::spawn_blocking(move || state.event(&name, "recovered", &text)).await;
     }
+}
+
+/// True if another member might start the session.
+fn others_could(node: &Node, id: &SessionId) -> bool {
+    let (state, me) = (node.state.read(), node.fleet.number());
+    let Some(r) = state.sessions.get(id) else { return false };
+    state.active().any(|m| m.number != me && m.profiles.contains(&r.params.profile))
 }
 
 fn unexpected(r: &Response) -> ApiError {

@@ -5,6 +5,7 @@ use super::guest::{Guest, tail};
 use super::heartbeat::Pulse;
 use super::process::{self, Proc};
 use super::upload::{Sink, Uploader};
+use crate::fleet::board::Place;
 use ks_blobs::{KeyRing, Store};
 use ks_proto::api::ApiError;
 use ks_proto::control::{
@@ -23,6 +24,8 @@ const ORDER_DEADLINE: Duration = Duration::from_secs(30);
 const RESTORE_DEADLINE: Duration = Duration::from_secs(120);
 const EAGER_DEADLINE: Duration = Duration::from_secs(1200);
 const END_DEADLINE: Duration = Duration::from_secs(15);
+/// How long a start waits for the node's lease.
+const LEASE_DEADLINE: Duration = Duration::from_secs(20);
 
 /// Where a VM's state comes from.
 #[derive(Debug, Clone, Copy)]
@@ -46,6 +49,24 @@ pub struct Spec {
     pub initrd: PathBuf,
     /// Domain of new objects.
     pub write_domain: u32,
+    /// Whether this run may still go on; asked before each heartbeat, so that a lease never keeps a run of another epoch.
+    pub owned: Owned,
+}
+
+/// See [`Spec::owned`].
+#[derive(Clone)]
+pub struct Owned(pub Arc<dyn Fn() -> bool + Send + Sync>);
+
+impl Owned {
+    /// For a VM that belongs to no session.
+    pub fn always() -> Self {
+        Self(Arc::new(|| true))
+    }
+}
+impl std::fmt::Debug for Owned {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Owned")
+    }
 }
 
 /// What every VM needs from the node.
@@ -55,6 +76,10 @@ pub struct Supply {
     pub store: Arc<Store>,
     /// Keys.
     pub keys: KeyRing,
+    /// Which deadline each VM has taken.
+    pub board: crate::fleet::board::Board,
+    /// The node's lease: a CLOCK_BOOTTIME in milliseconds; `u64::MAX` on a lone node, 0 before the first grant.
+    pub lease: watch::Receiver<u64>,
 }
 
 /// See the module.
@@ -231,6 +256,32 @@ async fn hello(control: &Control) -> Result<Greeting, ApiError> {
     }
 }
 
+/// Hands every lease of the node on to the VM, at once and for as long as the run is this node's. A VMM that is busy gets
+/// the newest one next.
+async fn heartbeat(
+    control: Control,
+    token: RunToken,
+    mut lease: watch::Receiver<u64>,
+    owned: Owned,
+    mut ended: watch::Receiver<Option<String>>,
+    place: Place,
+) {
+    loop {
+        let deadline = *lease.borrow_and_update();
+        if deadline > super::clock::boottime_ms() && owned.0() {
+            let request = VmmRequest::Lease { token, deadline_boottime_ms: deadline };
+            match control.order(request, &[], ORDER_DEADLINE).await {
+                Ok(()) => place.took(deadline),
+                Err(e) => tracing::debug!("a heartbeat of run {token} was not taken: {e}"),
+            }
+        }
+        tokio::select! {
+            changed = lease.changed() => if changed.is_err() { return },
+            _ = ended.wait_for(Option::is_some) => return,
+        }
+    }
+}
+
 type Parts = (u32, Control, mpsc::Receiver<Incoming>, Vec<String>);
 
 fn assemble(supply: &Supply, dir: &Path, spec: &Spec, sink: Sink, parts: Parts, base: CheckpointId) -> LiveVm {
@@ -239,6 +290,8 @@ fn assemble(supply: &Supply, dir: &Path, spec: &Spec, sink: Sink, parts: Parts, 
     let (ended_tx, ended) = watch::channel(None);
     let (resumed_tx, resumed) = watch::channel(0);
     tokio::spawn(serve(control.clone(), incoming, uploader.clone(), ended_tx, resumed_tx));
+    let place = supply.board.enter(pid);
+    tokio::spawn(heartbeat(control.clone(), spec.config.token, supply.lease.clone(), spec.owned.clone(), ended.clone(), place));
     let (token, dir, guest) = (spec.config.token, dir.to_path_buf(), Guest::of(dir));
     let engine_version = String::new();
     LiveVm { token, dir, pid, jail, engine_version, control, guest, uploader, ended, resumed, pulse: Pulse::default() }
@@ -302,8 +355,8 @@ impl LiveVm {
             Err(e) => return Err(image_file(&spec.initrd, &e)),
         };
         let plan = super::files::memfd("ks-plan", plan).map_err(io)?;
-        // The VMM starts no vCPU without a lease.
-        self.grant_lease().await?;
+        // The VMM starts no vCPU without a lease: the first heartbeat is out before the start is asked for.
+        self.first_lease(supply, spec).await?;
         let config = spec.config.clone();
         let reply = match spec.origin {
             Origin::Boot { .. } => {
@@ -334,9 +387,23 @@ impl LiveVm {
         e
     }
 
-    /// A lone node's lease never ends.
-    async fn grant_lease(&self) -> Result<(), ApiError> {
-        let request = VmmRequest::Lease { token: self.token, deadline_boottime_ms: u64::MAX };
+    /// Waits for the node's lease and sends it.
+    async fn first_lease(&self, supply: &Supply, spec: &Spec) -> Result<(), ApiError> {
+        let mut lease = supply.lease.clone();
+        let valid = lease.wait_for(|d| *d > super::clock::boottime_ms());
+        let deadline = match tokio::time::timeout(LEASE_DEADLINE, valid).await {
+            Ok(Ok(d)) => *d,
+            Ok(Err(_)) | Err(_) => {
+                let why =
+                    format!("this node got no lease in {} s: most of the fleet's voters do not answer", LEASE_DEADLINE.as_secs());
+                return Err(ApiError::new("no-quorum", "the VM is not started", why, "ks fleet status"));
+            }
+        };
+        if !spec.owned.0() {
+            let why = "the session was given to another node meanwhile";
+            return Err(ApiError::new("not-allowed", "the VM is not started", why, "ks ls shows where it is"));
+        }
+        let request = VmmRequest::Lease { token: self.token, deadline_boottime_ms: deadline };
         self.control.order(request, &[], ORDER_DEADLINE).await.map_err(fault)
     }
 
@@ -356,7 +423,6 @@ impl LiveVm {
             return Err(format!("its VM is {:?}", g.phase).to_lowercase());
         }
         let vm = assemble(supply, dir, spec, sink, (g.pid, control, incoming, g.jail), base);
-        vm.grant_lease().await.map_err(|e| e.why)?;
         if g.phase == VmPhase::Paused {
             vm.control.order(VmmRequest::Resume {}, &[], ORDER_DEADLINE).await.map_err(|f| f.to_string())?;
         }

@@ -50,14 +50,12 @@ fn shape(node: &Node, c: &CreateSession) -> Result<Shape, ApiError> {
     Ok(Shape { image, memory_mib, vcpus, engine })
 }
 
-/// Runs a command of the replicated state off the async threads.
+/// Changes the replicated state.
 ///
 /// # Errors
 /// As the state says.
 pub async fn apply(node: &Arc<Node>, command: Command) -> Result<ks_raft::Response, ApiError> {
-    let state = node.state.clone();
-    let done = tokio::task::spawn_blocking(move || state.apply(command)).await;
-    done.unwrap_or_else(|e| Err(ApiError::new("internal", "writing the node's state", e.to_string(), "report this")))
+    node.state.propose(command).await
 }
 
 /// The first session of a node makes the default image; others that come meanwhile wait for it.
@@ -101,10 +99,11 @@ pub async fn create(node: &Arc<Node>, c: CreateSession, steps: &Steps) -> Result
         profile: shape.engine.profile.clone(),
         engine_why: shape.engine.why.clone(),
     };
+    let _making = node.make(id);
     let command = Command::CreateSession {
         id,
         name,
-        owner: 0,
+        owner: node.fleet.number(),
         params,
         cadence_s: c.cadence_s.unwrap_or(CADENCE_S),
         idle_park_s: c.idle_park_s.unwrap_or(0),

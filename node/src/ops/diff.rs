@@ -13,7 +13,7 @@ use crate::host::files;
 use crate::host::guest::HELLO_RESTORED;
 use crate::host::image::image_dir;
 use crate::host::upload::Sink;
-use crate::host::vm::{LiveVm, Origin, Spec, launch, store_error};
+use crate::host::vm::{LiveVm, Origin, Owned, Spec, launch, store_error};
 use crate::node::Node;
 use crate::progress::Steps;
 use ks_blobs::USER_DOMAIN;
@@ -193,7 +193,7 @@ impl Side {
         };
         let origin = Origin::Restore { checkpoint };
         let (kernel, initrd) = (image.join("kernel"), image.join("initrd"));
-        let spec = Spec { config, origin, kernel, initrd, write_domain: USER_DOMAIN };
+        let spec = Spec { config, origin, kernel, initrd, write_domain: USER_DOMAIN, owned: Owned::always() };
         let side = match launch(&node.supply, &dir, &spec, Sink::Refuse).await {
             Ok(vm) => Self { vm, dir },
             Err(e) => {

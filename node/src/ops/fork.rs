@@ -146,10 +146,11 @@ async fn one(
 ) -> (SessionName, Result<Session, ApiError>) {
     let id = SessionId(files::random());
     let from = ForkPoint { session: parent.id, name: parent.name.to_string(), number: point.number, checkpoint: point.id };
+    let _making = node.make(id);
     let command = Command::CreateSession {
         id,
         name: name.clone(),
-        owner: 0,
+        owner: node.fleet.number(),
         params: parent.params.clone(),
         cadence_s: parent.cadence_s,
         idle_park_s: parent.idle_park_s,

@@ -4,6 +4,8 @@ pub mod create;
 pub mod describe;
 pub mod diff;
 pub mod doctor;
+pub mod facts;
+pub mod fleet;
 pub mod fork;
 pub mod names;
 pub mod retain;

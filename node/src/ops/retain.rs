@@ -5,6 +5,7 @@ use crate::node::Node;
 use ks_blobs::{Kept, Retention};
 use ks_proto::{CheckpointId, SessionId};
 use ks_raft::Command;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -32,7 +33,7 @@ pub async fn run(node: std::sync::Weak<Node>) {
 /// What the state or the store refused; nothing that is referred to is touched.
 pub fn round(node: &Arc<Node>, grace_ms: u64) -> Result<ks_blobs::GcReport, String> {
     thin(node)?;
-    let roots: Vec<CheckpointId> = node.state.read().roots().into_iter().collect();
+    let roots = roots(node);
     let report = node.supply.store.gc(&roots, &node.supply.keys, grace_ms, clock::unix_ms()).map_err(|e| e.to_string())?;
     if report.manifests_removed + report.packs_removed + report.packs_compacted > 0 {
         let text = format!(
@@ -44,8 +45,25 @@ pub fn round(node: &Arc<Node>, grace_ms: u64) -> Result<ks_blobs::GcReport, Stri
     Ok(report)
 }
 
+/// What this node must keep: what the fleet counts on it for, and where its own sessions would start again.
+fn roots(node: &Arc<Node>) -> Vec<CheckpointId> {
+    let me = node.fleet.number();
+    let state = node.state.read();
+    let mut roots: BTreeSet<CheckpointId> = BTreeSet::new();
+    for s in state.sessions.values() {
+        roots.extend(s.checkpoints.values().filter(|c| state.holders(s, c).contains(&me)).map(|c| c.info.id));
+    }
+    let held = |holders: &[u64]| holders.is_empty() || holders.contains(&me);
+    roots.extend(state.golden.iter().filter(|g| held(&g.holders)).map(|g| g.checkpoint));
+    roots.extend(state.images.values().chain(state.old_images.values()).filter(|i| held(&i.holders)).map(|i| i.disk));
+    // Where own sessions would start again, though others hold it by the records: kept when it is here.
+    let heads = state.sessions.values().filter(|s| !s.tombstone && s.owner == me).map(|s| s.head);
+    roots.extend(heads.filter(|id| node.supply.store.has_manifest(id)));
+    roots.into_iter().collect()
+}
+
 fn thin(node: &Arc<Node>) -> Result<(), String> {
-    let now = clock::unix_ms();
+    let (now, me) = (clock::unix_ms(), node.fleet.number());
     let plans: Vec<(SessionId, Vec<u64>)> = {
         let state = node.state.read();
         let plan = |s: &ks_raft::SessionRecord| {
@@ -63,7 +81,7 @@ fn thin(node: &Arc<Node>) -> Result<(), String> {
                 .collect();
             (s.id, Retention::default().to_drop(&rows, now))
         };
-        state.sessions.values().filter(|s| !s.tombstone).map(plan).filter(|p| !p.1.is_empty()).collect()
+        state.sessions.values().filter(|s| !s.tombstone && s.owner == me).map(plan).filter(|p| !p.1.is_empty()).collect()
     };
     for (id, numbers) in plans {
         node.state.apply(Command::DropCheckpoints { id, numbers }).map_err(|e| e.to_string())?;
@@ -74,6 +92,8 @@ fn thin(node: &Arc<Node>) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fleet::start::Opening;
+    use crate::host::events::EventLog;
     use crate::host::files::Layout;
     use crate::host::state::StateStore;
     use crate::host::vm::Supply;
@@ -86,6 +106,7 @@ mod tests {
 
     struct Setup {
         node: Arc<Node>,
+        _runtime: tokio::runtime::Runtime,
         _dir: tempfile::TempDir,
     }
 
@@ -95,8 +116,25 @@ mod tests {
             let layout = Layout::open(dir.path()).unwrap();
             let store = Store::open(&layout.store()).unwrap();
             let keys = KeyFile::in_dir(&layout.root).load_or_create(true).unwrap();
-            let state = StateStore::open(&layout.database()).unwrap();
-            Self { node: Node::new(layout, state, Supply { store, keys }), _dir: dir }
+            let (deadline, lease) = tokio::sync::watch::channel(u64::MAX);
+            let supply = Supply { store, keys, board: crate::fleet::board::Board::default(), lease };
+            let events = EventLog::open(&layout.database()).unwrap();
+            let runtime = tokio::runtime::Runtime::new().unwrap();
+            let inside = runtime.enter();
+            let opening = Opening {
+                layout: &layout,
+                address: "127.0.0.1:0".parse().unwrap(),
+                supply: &supply,
+                deadline,
+                profiles: vec!["tcg".into()],
+                earlier: None,
+                event: Arc::new(|_, _| {}),
+            };
+            let (fleet, _mail) = runtime.block_on(crate::fleet::start::open(opening)).unwrap();
+            let state = StateStore::new(fleet.consensus().clone(), events);
+            let node = Node::new(layout, state, supply, fleet);
+            drop(inside);
+            Self { node, _runtime: runtime, _dir: dir }
         }
         /// Something that is really stored, with bytes that nothing else has.
         fn stored(&self, fill: u8) -> CheckpointId {
@@ -125,7 +163,7 @@ mod tests {
         .unwrap();
         s.apply(Command::PutImage { image: image_record });
         let id = SessionId([7; 16]);
-        let create = json!({ "id": id, "name": "a", "owner": 0, "params": params, "cadence_s": 60, "idle_park_s": 0, "command": null,
+        let create = json!({ "id": id, "name": "a", "owner": 1, "params": params, "cadence_s": 60, "idle_park_s": 0, "command": null,
             "forked_from": null, "head": image, "now_unix_ms": 1 });
         let create = create.as_object().unwrap().clone();
         s.apply(command("create-session", create));

@@ -77,7 +77,10 @@ pub async fn checkpoint(node: &Arc<Node>, name: &str, t: TakeCheckpoint, steps: 
     match handle.ask(request).await? {
         Answer::Checkpoint(c) => {
             let state = node.state.read();
-            let found = state.sessions.get(&record.id).and_then(|s| s.checkpoints.get(&c.number)).map(|c| c.info.clone());
+            let found = state
+                .sessions
+                .get(&record.id)
+                .and_then(|s| Some(describe::checkpoint(node, &state, s, s.checkpoints.get(&c.number)?)));
             found.ok_or_else(|| ApiError::new("not-found", "the checkpoint is gone", "it was dropped meanwhile", "take another"))
         }
         Answer::Done => Err(ApiError::new("internal", "the checkpoint", "no number came back", "report this")),

@@ -85,6 +85,10 @@ pub enum Request {
     Wake,
     /// Checkpoint, then end.
     Stop,
+    /// Checkpoint, then end, because another node takes over: whoever comes meanwhile waits for that.
+    Leave,
+    /// The other node does not take over after all: go on here.
+    Stay,
     /// Crash the VM; answered when the session is back.
     Kill,
     /// End without a checkpoint and forget.
@@ -139,6 +143,8 @@ pub enum Input {
     Stored { token: RunToken, checkpoint: Checkpointed },
     /// It is not; the session runs on.
     NotStored { token: RunToken, error: ApiError },
+    /// The session belongs to the node `to` now, or to another assignment of this one: this machine ends.
+    Disowned { to: String },
     /// Somebody watches or works: not idle.
     Activity,
     /// Other policy.
@@ -176,4 +182,6 @@ pub enum Effect {
     Show { state: SessionState, reason: String },
     /// Remove the session's record; this machine is at its end.
     Forget,
+    /// This machine is at its end; the record is another's.
+    LetGo,
 }

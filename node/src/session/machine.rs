@@ -21,6 +21,11 @@ use ks_proto::RunToken;
 use ks_proto::api::{ApiError, SessionState};
 use ks_raft::Wanted;
 
+/// Refusals that pass by themselves.
+const WAITS: [&str; 4] = ["no-quorum", "moving", "unreachable", "busy"];
+/// Wait before asking again after one of them.
+const WAIT_MS: u64 = 1000;
+
 /// See the module.
 #[derive(Debug, Clone)]
 pub struct Machine {
@@ -106,13 +111,14 @@ impl Machine {
             Input::ProcessGone => self.process_gone(now, &mut out),
             Input::ProcessStays { why } => self.process_stays(why, &mut out),
             Input::RunBegan { token } => self.run_began(token, &mut out),
-            Input::RunRefused { error } => self.fail(error, &mut out),
+            Input::RunRefused { error } => self.run_refused(now, error, &mut out),
             Input::Older { session, failed, older } => self.older(&session, &failed, older, &mut out),
             Input::Ready { token } => self.ready(now, token, &mut out),
             Input::StartFailed { token, error, retry } => self.start_failed(token, error, retry, &mut out),
             Input::Lost { token, cause } => self.lost(now, token, cause, &mut out),
             Input::Stored { token, checkpoint } => self.stored(token, checkpoint, &mut out),
             Input::NotStored { token, error } => self.not_stored(token, error, &mut out),
+            Input::Disowned { to } => self.disowned(&to, &mut out),
             Input::Activity => self.active_ms = now.mono_ms,
             Input::Policy { cadence_ms, idle_park_ms } => {
                 (self.policy.cadence_ms, self.policy.idle_park_ms) = (cadence_ms, idle_park_ms);
@@ -147,8 +153,15 @@ impl Machine {
             out.push(refuse(ask, "not-found", "the session is being removed", "wait for `ks rm` to end"));
             return;
         }
+        if self.stage == Stage::EndingToLetGo {
+            out.push(refuse(ask, "moving", "the session has moved to another node", "try again"));
+            return;
+        }
+        if self.is_leaving() {
+            return self.asked_while_leaving(ask, request, out);
+        }
         if self.stage == Stage::Looking
-            && matches!(request, Request::Park | Request::Stop | Request::Restore { .. } | Request::Kill)
+            && matches!(request, Request::Park | Request::Stop | Request::Leave | Request::Restore { .. } | Request::Kill)
         {
             // Its VM may live with work that no checkpoint has.
             out.push(refuse(ask, "busy", "the node has just come back and looks after its VM", "try again in a moment"));
@@ -201,6 +214,8 @@ impl Machine {
             }
             Request::Park => self.rest(now, Rest::Parked, Some(ask), out),
             Request::Stop => self.rest(now, Rest::Stopped, Some(ask), out),
+            Request::Leave => self.rest(now, Rest::Leaving, Some(ask), out),
+            Request::Stay => out.push(done(ask)),
             Request::Kill => self.kill(ask, out),
             Request::Remove => self.remove(ask, out),
         }
@@ -254,8 +269,11 @@ impl Machine {
             }
             (SessionState::Running, None) => {
                 self.then = Some(Then::Rest(rest, asks));
-                let reason = if rest == Rest::Parked { "park" } else { "stop" };
-                self.take(now, Job::quiet(reason), out);
+                self.take(now, Job::quiet(rest.reason()), out);
+            }
+            (SessionState::Parked | SessionState::Stopped | SessionState::Failed, _) if rest == Rest::Leaving => {
+                // Nothing runs: the next owner finds it as the record says.
+                out.extend(asks.into_iter().map(done));
             }
             (SessionState::Parked | SessionState::Stopped | SessionState::Failed, _) => {
                 self.resting.extend(asks);
@@ -276,15 +294,23 @@ impl Machine {
     fn end_to_rest(&mut self, rest: Rest, out: &mut Vec<Effect>) {
         self.stage = Stage::EndingToRest(rest);
         // Durable before the process ends: a node that dies in between must not bring it back.
-        self.set_wanted(rest.wanted(), "", out);
+        if let Some(wanted) = rest.wanted() {
+            self.set_wanted(wanted, "", out);
+        }
         out.push(Effect::EndProcess);
     }
 
     /// Its process is gone. Somebody may have come meanwhile.
     fn rested(&mut self, rest: Rest, out: &mut Vec<Effect>) {
-        self.stage = Stage::Still;
         self.state = rest.state();
-        self.set_wanted(rest.wanted(), "", out);
+        let Some(wanted) = rest.wanted() else {
+            self.stage = Stage::Leaving;
+            self.show(out, "it moves to another node");
+            out.extend(std::mem::take(&mut self.resting).into_iter().map(done));
+            return;
+        };
+        self.stage = Stage::Still;
+        self.set_wanted(wanted, "", out);
         out.push(Effect::Event { kind: rest.word(), text: format!("from checkpoint {} it can be woken", self.head.id.short()) });
         self.show(out, "");
         out.extend(std::mem::take(&mut self.resting).into_iter().map(done));
@@ -399,6 +425,7 @@ impl Machine {
             }
             Stage::EndingToFail(error) => self.fail(error, out),
             Stage::EndingToFallBack(error) => self.find_older(error, out),
+            Stage::EndingToLetGo => out.push(Effect::LetGo),
             Stage::EndingToForget => {
                 out.push(Effect::Forget);
                 out.extend(std::mem::take(&mut self.resting).into_iter().map(done));
@@ -407,6 +434,7 @@ impl Machine {
             | Stage::Looking
             | Stage::Beginning
             | Stage::Launching
+            | Stage::Leaving
             | Stage::Choosing(_)
             | Stage::Returning(_)
             | Stage::BackingOff { .. }) => self.stage = other,
@@ -414,6 +442,12 @@ impl Machine {
     }
 
     fn process_stays(&mut self, why: String, out: &mut Vec<Effect>) {
+        if self.stage == Stage::EndingToLetGo {
+            // It is fenced: its lease is not renewed under the old token, and its commits are refused.
+            out.push(Effect::Event { kind: "process-stays", text: why });
+            out.push(Effect::LetGo);
+            return;
+        }
         let error = ApiError::new(
             "internal",
             "the earlier VM of this session cannot be ended",
@@ -434,6 +468,53 @@ impl Machine {
             Stage::Returning(error) => self.fail(error.clone(), out),
             _ => {}
         }
+    }
+
+    /// The state did not let the run begin: it cannot now (no quorum), or the session is another's, which is told next. Neither
+    /// is a fault of the session, so it waits and asks again.
+    fn run_refused(&mut self, now: Now, error: ApiError, out: &mut Vec<Effect>) {
+        if !WAITS.contains(&error.code.as_str()) {
+            return self.fail(error, out);
+        }
+        if self.stage == Stage::Beginning {
+            self.show(out, &format!("waiting to start: {}", error.why));
+            self.stage = Stage::BackingOff { until_ms: now.mono_ms + WAIT_MS };
+        }
+    }
+
+    fn is_leaving(&self) -> bool {
+        matches!(self.stage, Stage::Leaving | Stage::EndingToRest(Rest::Leaving))
+            || matches!(self.then, Some(Then::Rest(Rest::Leaving, _)))
+    }
+
+    fn asked_while_leaving(&mut self, ask: AskId, request: Request, out: &mut Vec<Effect>) {
+        match request {
+            Request::Stay if self.stage == Stage::Leaving => {
+                self.stage = Stage::Still;
+                self.awaiting.push(ask);
+                self.wake(out);
+            }
+            // Answered by the next owner, to whom the call is passed on.
+            Request::AwaitRunning | Request::Wake => self.awaiting.push(ask),
+            Request::Remove => self.remove(ask, out),
+            _ => out.push(refuse(ask, "moving", "the session is moving to another node", "try again in a moment")),
+        }
+    }
+
+    /// The session is another's: whatever runs ends, and whoever waits is told to ask again.
+    fn disowned(&mut self, to: &str, out: &mut Vec<Effect>) {
+        if matches!(self.stage, Stage::EndingToForget | Stage::EndingToLetGo) {
+            return;
+        }
+        let why = format!("it is on {to} now");
+        let error = ApiError::new("moving", "the session has moved", why, "try again");
+        self.drop_work(&error, out);
+        let waiting = [std::mem::take(&mut self.awaiting), std::mem::take(&mut self.resting)];
+        out.extend(waiting.into_iter().flatten().map(|ask| Effect::Reply { ask, result: Err(error.clone()) }));
+        self.state = SessionState::Recovering;
+        self.stage = Stage::EndingToLetGo;
+        out.push(Effect::Event { kind: "disowned", text: format!("the session is on {to} now: what ran here ends") });
+        out.push(Effect::EndProcess);
     }
 
     fn settle_running(&mut self, now: Now) {
@@ -475,6 +556,13 @@ impl Machine {
 
     fn start_failed(&mut self, token: RunToken, error: ApiError, retry: bool, out: &mut Vec<Effect>) {
         if token != self.token || self.stage != Stage::Launching {
+            return;
+        }
+        if WAITS.contains(&error.code.as_str()) {
+            // Nothing of the session failed: the holders, the lease or the fleet cannot be had now.
+            self.show(out, &format!("waiting to start: {}", error.why));
+            self.stage = Stage::EndingToRetry;
+            out.push(Effect::EndProcess);
             return;
         }
         self.attempts += 1;

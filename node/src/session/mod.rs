@@ -8,6 +8,8 @@ mod stage;
 mod tests;
 #[cfg(test)]
 mod tests_fallback;
+#[cfg(test)]
+mod tests_moving;
 
 pub use fallback::{Link, next_older};
 pub use input::{Answer, AskId, Checkpointed, Effect, Head, HeadKind, Input, Job, Now, Request};

@@ -36,24 +36,38 @@ impl Policy {
 pub(super) enum Rest {
     Parked,
     Stopped,
+    /// Another node takes over.
+    Leaving,
 }
 impl Rest {
     pub fn state(self) -> SessionState {
         match self {
             Self::Parked => SessionState::Parked,
             Self::Stopped => SessionState::Stopped,
+            Self::Leaving => SessionState::Recovering,
         }
     }
-    pub fn wanted(self) -> Wanted {
+    /// What the record says from then on; None leaves it, so that the next owner does as it says.
+    pub fn wanted(self) -> Option<Wanted> {
         match self {
-            Self::Parked => Wanted::Parked,
-            Self::Stopped => Wanted::Stopped,
+            Self::Parked => Some(Wanted::Parked),
+            Self::Stopped => Some(Wanted::Stopped),
+            Self::Leaving => None,
         }
     }
     pub fn word(self) -> &'static str {
         match self {
             Self::Parked => "parked",
             Self::Stopped => "stopped",
+            Self::Leaving => "leaving",
+        }
+    }
+    /// Reason of the checkpoint before it.
+    pub fn reason(self) -> &'static str {
+        match self {
+            Self::Parked => "park",
+            Self::Stopped => "stop",
+            Self::Leaving => "move",
         }
     }
 }
@@ -80,6 +94,10 @@ pub(super) enum Stage {
     Returning(ApiError),
     /// EndProcess asked for, then forget.
     EndingToForget,
+    /// EndProcess asked for, then let go: the session is another's.
+    EndingToLetGo,
+    /// Ended, and another node is about to take over.
+    Leaving,
     /// BeginRun asked for.
     Beginning,
     /// Launch asked for.

@@ -42,6 +42,7 @@ pub(super) fn word(e: &Effect) -> Option<String> {
         Effect::Reply { ask, result: Err(e) } => format!("no{ask}:{}", e.code),
         Effect::Show { state, .. } => format!("[{state}]"),
         Effect::Forget => "forget".into(),
+        Effect::LetGo => "letgo".into(),
     })
 }
 

@@ -128,6 +128,38 @@ impl TestNode {
         }
     }
 
+    /// SIGKILL to every process of the node at once: VMs, ksd, its supervisor. The folder stays while the value lives.
+    pub fn kill_everything(mut self) -> Self {
+        self.kill_supervised();
+        for pid in self.vmms() {
+            if let Some(p) = process::Proc::of(pid) {
+                process::kill_group(p);
+            }
+        }
+        self
+    }
+
+    /// SIGKILL to the supervisor and to ksd; VMs live on.
+    pub fn kill_supervised(&mut self) {
+        let ksd = self.api().map(|a| a.pid);
+        if let Some(mut c) = self.ksd.take() {
+            c.kill().unwrap();
+            c.wait().unwrap();
+        }
+        if let Some(p) = ksd.and_then(process::Proc::of) {
+            process::kill_group(p);
+            while p.alive() {
+                std::thread::yield_now();
+            }
+        }
+    }
+
+    /// Makes the image and a session on this node.
+    pub async fn create_image_and_session(&self, name: &str) {
+        self.ok("images/build", json!({})).await;
+        self.create(name).await;
+    }
+
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.dir.path().join("ksd.log")).unwrap_or_default()
     }

@@ -8,6 +8,8 @@ mod fake_guest;
 #[cfg(test)]
 mod fake_vmm;
 #[cfg(test)]
+mod fleet;
+#[cfg(test)]
 mod harness;
 #[cfg(test)]
 mod lifecycle;

@@ -191,24 +191,25 @@ async fn a_lost_or_damaged_database_is_a_refusal_and_never_a_blank_node() {
     n.ok("sessions/a/checkpoint", json!({})).await;
     n.ok("sessions/a/stop", json!({})).await;
     assert!(n.end_ksd().success());
-    let path = n.data().join("state.redb");
-    let good = std::fs::read(&path).unwrap();
-
-    std::fs::remove_file(&path).unwrap();
+    let (raft, aside) = (n.data().join("raft"), n.data().join("raft.aside"));
+    std::fs::rename(&raft, &aside).unwrap();
     assert_eq!(n.refuses_to_start(), Some(2), "2: the supervisor does not start it again");
-    assert!(n.log().contains("state.redb is missing, but the chunk store beside it holds"), "{}", n.log());
-    assert!(!path.exists(), "nothing blank was put in its place");
+    assert!(n.log().contains("raft is missing, but the chunk store beside it holds"), "{}", n.log());
+    assert!(!raft.exists(), "nothing blank was put in its place");
+    std::fs::rename(&aside, &raft).unwrap();
 
-    let mut bad = good.clone();
-    let last = bad.len() - 4096;
-    for at in (4096..last).step_by(7) {
-        bad[at] ^= 0x5a;
+    for file in std::fs::read_dir(&raft).unwrap().map(|f| f.unwrap().path()) {
+        let good = std::fs::read(&file).unwrap();
+        let mut bad = good.clone();
+        let last = bad.len() - 4096;
+        for at in (4096..last).step_by(7) {
+            bad[at] ^= 0x5a;
+        }
+        std::fs::write(&file, bad).unwrap();
+        assert_eq!(n.refuses_to_start(), Some(2), "{}", file.display());
+        assert!(n.log().contains("cannot be"), "{}", n.log());
+        std::fs::write(&file, good).unwrap();
     }
-    std::fs::write(&path, bad).unwrap();
-    assert_eq!(n.refuses_to_start(), Some(2));
-    assert!(n.log().contains("state.redb cannot be opened"), "{}", n.log());
-
-    std::fs::write(&path, good).unwrap();
     n.up().await;
     assert_eq!(n.show("a").await.state, SessionState::Stopped, "with the database back all is as it was");
 }

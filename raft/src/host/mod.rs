@@ -13,6 +13,7 @@ mod consensus;
 mod disk;
 mod error;
 mod frame;
+mod local;
 mod log;
 mod machine;
 mod membership;

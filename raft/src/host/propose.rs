@@ -64,10 +64,16 @@ impl Default for Flight {
 }
 
 /// A number that is taken; given back when dropped.
-struct Ticket<'a> {
+pub(super) struct Ticket<'a> {
     flight: &'a Flight,
     seq: u64,
     _permit: SemaphorePermit<'a>,
+}
+
+impl Ticket<'_> {
+    pub(super) fn seq(&self) -> u64 {
+        self.seq
+    }
 }
 
 impl Drop for Ticket<'_> {
@@ -83,7 +89,7 @@ impl Flight {
     }
 
     /// Takes the next number, once few enough are open and the oldest of them is near enough.
-    async fn begin(&self) -> Result<Ticket<'_>, ProposeError> {
+    pub(super) async fn begin(&self) -> Result<Ticket<'_>, ProposeError> {
         let permit = self.permits.acquire().await.map_err(|_| ProposeError::Shutdown)?;
         loop {
             let changed = self.changed.notified();
@@ -100,7 +106,7 @@ impl Flight {
         }
     }
 
-    fn done_below(&self) -> u64 {
+    pub(super) fn done_below(&self) -> u64 {
         self.numbers().lowest()
     }
 }

@@ -18,7 +18,7 @@ pub enum LeaseError {
 #[derive(Debug)]
 pub struct LeaseGate {
     token: RunToken,
-    // Invariant: never lowered except by `end`.
+    // Invariant: never lowered except by `end`, and from a lone node's endless lease to a finite one.
     deadline_boottime_ms: AtomicU64,
 }
 
@@ -36,7 +36,9 @@ impl LeaseGate {
         if token != self.token {
             return Err(LeaseError::OtherRun { own: self.token, got: token });
         }
-        self.deadline_boottime_ms.fetch_max(deadline_boottime_ms, Ordering::SeqCst);
+        // A lone node's lease has no end; the first finite one replaces it, when the node is no longer alone.
+        let next = |now: u64| Some(if now == u64::MAX { deadline_boottime_ms } else { now.max(deadline_boottime_ms) });
+        let _ = self.deadline_boottime_ms.fetch_update(Ordering::SeqCst, Ordering::SeqCst, next);
         Ok(())
     }
     /// Closes the gate for good (a newer run exists).
@@ -78,5 +80,17 @@ mod tests {
         assert!(gate.may_run(), "an earlier deadline never shortens a lease");
         gate.end();
         assert!(!gate.may_run());
+    }
+
+    #[test]
+    fn an_endless_lease_becomes_a_finite_one_when_the_node_is_no_longer_alone() {
+        let own = RunToken { generation: 0, epoch: 1, run: 1 };
+        let gate = LeaseGate::new(own);
+        gate.renew(own, u64::MAX).unwrap();
+        assert!(gate.may_run());
+        gate.renew(own, 1).unwrap();
+        assert!(!gate.may_run(), "it ends at the finite deadline");
+        gate.renew(own, boottime_ms() + 60_000).unwrap();
+        assert!(gate.may_run());
     }
 }

@@ -92,12 +92,24 @@ pub enum OpenError {
 /// [`super::swarm::STREAM_WINDOW`] bytes: a side that does not read stops the other one's writes and nothing else.
 pub struct PeerStream {
     stream: Compat<Stream>,
+    /// The stream failed: it is not touched any more, because its protocol negotiation panics when polled after an error.
+    broken: bool,
     _permit: Option<OwnedSemaphorePermit>,
 }
 
 impl PeerStream {
     pub(crate) fn new(stream: Stream, permit: Option<OwnedSemaphorePermit>) -> Self {
-        Self { stream: stream.compat(), _permit: permit }
+        Self { stream: stream.compat(), broken: false, _permit: permit }
+    }
+
+    /// Polls the stream unless it failed before, and remembers a failure.
+    fn guarded<T>(&mut self, poll: impl FnOnce(Pin<&mut Compat<Stream>>) -> Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if self.broken {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
+        }
+        let polled = poll(Pin::new(&mut self.stream));
+        self.broken = matches!(polled, Poll::Ready(Err(_)));
+        polled
     }
 }
 
@@ -109,21 +121,21 @@ impl std::fmt::Debug for PeerStream {
 
 impl AsyncRead for PeerStream {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(cx, buf)
+        self.guarded(|s| s.poll_read(cx, buf))
     }
 }
 
 impl AsyncWrite for PeerStream {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, buf)
+        self.guarded(|s| s.poll_write(cx, buf))
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
+        self.guarded(|s| s.poll_flush(cx))
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
+        self.guarded(|s| s.poll_shutdown(cx))
     }
 }
 

@@ -1,0 +1,181 @@
+//! Three real ksd processes on loopback with stand-in VMs: joining, copies, a dead host, any node serves, drain, users.
+
+use crate::harness::TestNode;
+use ks_proto::api::{Checkpoint, Session};
+use ks_proto::fleet::{FleetInfo, NodeRole};
+use serde_json::json;
+use std::time::{Duration, Instant};
+
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Polls until `f` gives something; events tell the rest when it does not.
+async fn until<T>(what: &str, nodes: &[&TestNode], mut f: impl AsyncFnMut() -> Option<T>) -> T {
+    let end = Instant::now() + DEADLINE;
+    loop {
+        if let Some(t) = f().await {
+            return t;
+        }
+        if Instant::now() > end {
+            let logs: Vec<String> = nodes.iter().map(|n| n.log()).collect();
+            panic!("{what} did not come\n{}", logs.join("\n----- next node\n"));
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+async fn info(n: &TestNode) -> Option<FleetInfo> {
+    n.get::<FleetInfo>("fleet").await.ok()
+}
+
+/// A fleet: the first has the image, the others joined it.
+async fn fleet(size: usize) -> Vec<TestNode> {
+    let mut nodes = vec![TestNode::start(true)];
+    nodes[0].up().await;
+    nodes[0].ok("images/build", json!({})).await;
+    for k in 1..size {
+        let mut n = TestNode::start(true);
+        n.up().await;
+        let token = nodes[0].ok("fleet/token", json!({})).await;
+        let before = n.api().unwrap().pid;
+        let joined = n.ok("fleet/join", json!({ "token": token["token"], "name": format!("n{}", k + 1) })).await;
+        assert!(joined["number"].as_u64().unwrap() > 1, "{joined}");
+        n.wait_other_pid(Some(before)).await;
+        nodes.push(n);
+    }
+    let all: Vec<&TestNode> = nodes.iter().collect();
+    let voters = if size >= 3 { 3 } else { 1 };
+    for n in &all {
+        until("the fleet's nodes and voters", &all, async || {
+            let i = info(n).await?;
+            let ready = i.nodes.len() == size && i.voters.len() == voters && i.quorum && i.lease.state == "held";
+            (ready && i.nodes.iter().all(|n| n.live)).then_some(())
+        })
+        .await;
+    }
+    nodes
+}
+
+/// Waits until the newest checkpoint is durable, and gives it.
+async fn durable(all: &[&TestNode], at: &TestNode, name: &str) -> Checkpoint {
+    until("a durable checkpoint", all, async || {
+        let list: Vec<Checkpoint> = at.get(&format!("sessions/{name}/checkpoints")).await.ok()?;
+        list.last().filter(|c| c.durability == "durable" && c.holders.len() >= 2).cloned()
+    })
+    .await
+}
+
+async fn owner(at: &TestNode, name: &str) -> Option<String> {
+    at.get::<Session>(&format!("sessions/{name}")).await.ok().map(|s| s.node)
+}
+
+#[tokio::test]
+async fn a_dead_hosts_session_runs_on_a_peer_from_its_durable_checkpoint() {
+    let mut nodes = fleet(3).await;
+    {
+        let all: Vec<&TestNode> = nodes.iter().collect();
+        all[0].create("a").await;
+        all[0].set("a", "/f", "kept").await;
+        all[0].ok("sessions/a/checkpoint", json!({})).await;
+        let c = durable(&all, all[0], "a").await;
+        all[0].set("a", "/f", "after the checkpoint").await;
+        // Any node serves: a command, a list, a file, all through a node that does not own it.
+        assert_eq!(all[2].value("a", "/f").await.as_deref(), Some("after the checkpoint"));
+        let list: Vec<Session> = all[1].get("sessions").await.unwrap();
+        assert_eq!((list.len(), list[0].state.to_string().as_str()), (1, "running"));
+        assert!(c.holders.len() >= 2, "{c:?}");
+    }
+    let killed = Instant::now();
+    let first = nodes.remove(0);
+    let dead = first.kill_everything();
+    let all: Vec<&TestNode> = nodes.iter().collect();
+    // The call waits at a survivor until the session is back there or on the other one.
+    let value = until("the session on a peer", &all, async || {
+        let (code, out) = all[0].exec("a", &["get", "/f"], b"").await.ok()?;
+        (code == 0).then(|| String::from_utf8(out).unwrap())
+    })
+    .await;
+    assert_eq!(value, "kept", "from the durable checkpoint");
+    eprintln!("interruption {:?}", killed.elapsed());
+    let s = all[0].show("a").await;
+    assert!(s.last_interruption.is_some() && s.token.epoch > 1, "{s:?}");
+    assert_ne!(s.node, "", "{s:?}");
+    // Its new owner copies on.
+    all[0].ok("sessions/a/checkpoint", json!({})).await;
+    durable(&all, all[1], "a").await;
+    drop(dead);
+}
+
+#[tokio::test]
+async fn a_node_that_comes_back_owns_nothing_it_lost_and_serves_again() {
+    let mut nodes = fleet(3).await;
+    nodes[0].create("a").await;
+    nodes[0].set("a", "/f", "kept").await;
+    nodes[0].ok("sessions/a/checkpoint", json!({})).await;
+    {
+        let all: Vec<&TestNode> = nodes.iter().collect();
+        durable(&all, all[0], "a").await;
+    }
+    // ksd and its supervisor die; its VM lives on, and must stop by itself.
+    nodes[0].kill_supervised();
+    let survivors: Vec<&TestNode> = nodes[1..].iter().collect();
+    let moved = until("a new owner", &survivors, async || {
+        let s = survivors[0].get::<Session>("sessions/a").await.ok()?;
+        (s.token.epoch > 1 && s.state.to_string() == "running").then_some(s)
+    })
+    .await;
+    survivors[0].set("a", "/f", "newer").await;
+    nodes[0].up().await;
+    let all: Vec<&TestNode> = nodes.iter().collect();
+    until("the old run's end", &all, async || nodes[0].vmms().is_empty().then_some(())).await;
+    assert_eq!(nodes[0].value("a", "/f").await.as_deref(), Some("newer"), "served by the new owner");
+    assert_eq!(owner(&nodes[0], "a").await, Some(moved.node));
+}
+
+#[tokio::test]
+async fn draining_moves_sessions_without_loss() {
+    let nodes = fleet(3).await;
+    let all: Vec<&TestNode> = nodes.iter().collect();
+    all[0].create("a").await;
+    all[0].set("a", "/f", "in memory, newest").await;
+    let me = info(all[0]).await.unwrap().me;
+    let (_, drained) = all[1].call(&format!("fleet/nodes/{me}/drain"), json!({})).await;
+    let drained = drained.unwrap();
+    assert_eq!(drained["moved"], json!(["a"]), "{drained}");
+    assert_eq!(all[0].value("a", "/f").await.as_deref(), Some("in memory, newest"), "no loss in a planned move");
+    let s = all[0].show("a").await;
+    assert_ne!(s.node, info(all[0]).await.unwrap().nodes.iter().find(|n| n.number == me).unwrap().name);
+    assert!(nodes[0].vmms().is_empty());
+}
+
+#[tokio::test]
+async fn a_join_token_works_once_and_only_for_whom_it_names() {
+    let nodes = fleet(2).await;
+    let mut third = TestNode::start(true);
+    third.up().await;
+    let token = nodes[1].ok("fleet/token", json!({})).await["token"].as_str().unwrap().to_owned();
+    let before = third.api().unwrap().pid;
+    third.ok("fleet/join", json!({ "token": token, "name": "n3" })).await;
+    third.wait_other_pid(Some(before)).await;
+    let mut fourth = TestNode::start(true);
+    fourth.up().await;
+    let e = fourth.refused("fleet/join", json!({ "token": token })).await;
+    assert_eq!(e.code, "token-refused", "{e}");
+    let e = fourth.refused("fleet/join", json!({ "token": "nonsense" })).await;
+    assert_eq!(e.code, "usage", "{e}");
+    let mut parts: Vec<&str> = token.splitn(4, '.').collect();
+    let other = "0".repeat(64);
+    parts[2] = &other;
+    let e = fourth.refused("fleet/join", json!({ "token": parts.join(".") })).await;
+    assert_eq!(e.code, "unreachable", "another fleet's certificate: {e}");
+    fourth.create_image_and_session("mine").await;
+    let fresh = nodes[0].ok("fleet/token", json!({})).await["token"].as_str().unwrap().to_owned();
+    let e = fourth.refused("fleet/join", json!({ "token": fresh })).await;
+    assert_eq!(e.code, "exists", "its own session would be lost: {e}");
+    let all: Vec<&TestNode> = nodes.iter().chain([&third]).collect();
+    until("three voters", &all, async || {
+        let i = info(&third).await?;
+        let voters = i.nodes.iter().filter(|n| n.role == NodeRole::Voter).count();
+        (i.nodes.len() == 3 && voters == 3).then_some(())
+    })
+    .await;
+}
