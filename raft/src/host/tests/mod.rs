@@ -1,5 +1,6 @@
 //! Real groups: real redb files, real openraft, an in-memory wire that can be cut.
 
+mod crash;
 mod disk;
 mod group;
 mod harness;
