@@ -140,7 +140,8 @@ impl Task {
     }
 
     fn nodes(&mut self, node: &Arc<Node>, now: u64, view: &ks_fleet::View) -> Vec<Effect> {
-        let facts = if self.placer.is_busy() { view::facts(node) } else { BTreeMap::new() };
+        let draining = view.members.values().any(|m| m.standing == ks_fleet::Standing::Draining);
+        let facts = if draining || self.placer.is_busy() { view::facts(node) } else { BTreeMap::new() };
         self.placer.step(now, view, Input::Nodes { held: self.held.clone(), facts })
     }
 

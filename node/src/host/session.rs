@@ -159,6 +159,10 @@ async fn resume(node: &Arc<Node>, r: &SessionRecord, state: SessionState, tx: &m
     if state != SessionState::Starting {
         return None;
     }
+    if r.lost.is_none() && !keep.exists() {
+        // Nothing of this run was ever here: it was moved to this node on purpose.
+        return Some(Input::Begin);
+    }
     match launch::adopt(node, r, &keep).await {
         Ok(vm) => {
             let _ = tx.send(Message::Launched(Arc::new(vm))).await;
