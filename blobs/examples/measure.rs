@@ -1,7 +1,8 @@
 //! Measures what the choices of the format cost on real data: chunk sizes, ingestion, opening and planning.
 //!
 //! `cargo run --release -p ks-blobs --example measure -- chunks FILE...` cuts the files into 16, 64 and 256 KiB chunks and
-//! tells dedup, compression and speed; `-- store FILE` ingests a disk image into a temporary store beside the file and
+//! tells dedup, compression, speed, and what a fault costs beside placing the page; `-- store FILE` ingests a disk image
+//! into a temporary store beside the file and
 //! times ingestion, reopening, and the restore plan of a checkpoint of about 25,000 chunks.
 
 use anyhow::{Context, Result, bail};
@@ -29,13 +30,15 @@ fn main() -> Result<()> {
 
 /// One line per chunk size: the same bytes, as if each file were a checkpoint after the other.
 fn chunks(files: &[String]) -> Result<()> {
-    println!("| chunk | chunks | zero | distinct | stored MiB (objects + references) | of read | name MiB/s | seal MiB/s |");
-    println!("|---|---|---|---|---|---|---|---|");
+    println!(
+        "| chunk | chunks | zero | distinct | stored MiB (objects + references) | of read | name MiB/s | seal MiB/s | open us a chunk |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|");
     let key = DomainKey::new(1, [1; 32]);
     for size in [16 * 1024, 64 * 1024, 256 * 1024] {
         let (mut seen, mut buf) = (HashSet::new(), vec![0u8; size]);
         let (mut n, mut zero, mut stored, mut read) = (0u64, 0u64, 0usize, 0u64);
-        let (mut naming, mut sealing, mut sealed) = (0.0, 0.0, 0u64);
+        let (mut naming, mut sealing, mut opening, mut sealed) = (0.0, 0.0, 0.0, 0u64);
         for file in files {
             let mut f = std::fs::File::open(file).with_context(|| format!("open {file}"))?;
             loop {
@@ -55,8 +58,11 @@ fn chunks(files: &[String]) -> Result<()> {
                 naming += t.elapsed().as_secs_f64();
                 if seen.insert(id) {
                     let t = Instant::now();
-                    let (_, body) = key.seal(ObjectKind::Data, &id, &buf, [0; 24]);
+                    let (codec, body) = key.seal(ObjectKind::Data, &id, &buf, [0; 24]);
                     sealing += t.elapsed().as_secs_f64();
+                    let t = Instant::now();
+                    key.open(ObjectKind::Data, codec, &id, size, &body)?;
+                    opening += t.elapsed().as_secs_f64();
                     sealed += size as u64;
                     stored += body.len() + ROW_BYTES;
                 }
@@ -64,13 +70,14 @@ fn chunks(files: &[String]) -> Result<()> {
         }
         let hashed = (n - zero) as f64 * size as f64 / MIB;
         println!(
-            "| {} KiB | {n} | {zero} | {} | {:.1} | {:.1} % | {:.0} | {:.0} |",
+            "| {} KiB | {n} | {zero} | {} | {:.1} | {:.1} % | {:.0} | {:.0} | {:.0} |",
             size / 1024,
             seen.len(),
             stored as f64 / MIB,
             stored as f64 * 100.0 / read as f64,
             hashed / naming,
-            sealed as f64 / MIB / sealing
+            sealed as f64 / MIB / sealing,
+            opening * 1e6 / seen.len() as f64
         );
     }
     Ok(())
