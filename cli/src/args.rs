@@ -262,6 +262,9 @@ pub struct Logs {
     /// The last N lines
     #[arg(long, short = 'n', default_value_t = 1000, value_name = "N")]
     pub lines: u32,
+    /// Go on with what is printed, until Ctrl-C or until the session no longer runs
+    #[arg(long, short = 'f')]
+    pub follow: bool,
 }
 
 #[derive(Debug, Args)]

@@ -14,6 +14,14 @@ pub fn mib(bytes: u64) -> String {
     }
 }
 
+/// At most `max` characters; what is left off shows as an ellipsis.
+pub fn cut(text: &str, max: usize) -> String {
+    match text.char_indices().nth(max) {
+        None => text.to_owned(),
+        Some((at, _)) => format!("{}… ({} more characters)", &text[..at], text[at..].chars().count()),
+    }
+}
+
 /// `1204` as `1,204`.
 pub fn thousands(n: u64) -> String {
     let digits = n.to_string();
@@ -97,6 +105,13 @@ fn civil(days: u64) -> (u64, u64, u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn long_texts_are_cut_between_characters_and_say_so() {
+        assert_eq!(cut("grün", 4), "grün");
+        assert_eq!(cut("grün!", 3), "grü… (2 more characters)");
+        assert_eq!(cut("", 0), "");
+    }
 
     #[test]
     fn sizes_are_mib_with_one_digit_below_ten() {

@@ -4,7 +4,7 @@ use super::figures::Samples;
 use super::{Asker, image, in_session};
 use crate::demo::drive::{fresh_name, json, ok, say, sh, wait};
 use crate::demo::report;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 use serde_json::{Map, json};
 use std::time::Instant;
@@ -24,6 +24,9 @@ pub struct Options {
     /// Guest memory, MiB
     #[arg(long, default_value_t = 1024)]
     memory: u64,
+    /// Measure the qemu engine's hash scan; the node must have been started with KS_VMM_HASH_SCAN=1
+    #[arg(long)]
+    fallback: bool,
 }
 
 /// Changes every page of a buffer each time it is asked, so that no page is what it was.
@@ -48,6 +51,13 @@ fn dirty(name: &str, round: u32) -> Result<()> {
 }
 
 fn measure(o: &Options, asker: &Asker, name: &str) -> Result<()> {
+    let way = asker.get(&format!("/v1/sessions/{name}/stats"))?["dirty_set"].as_str().unwrap_or_default().to_owned();
+    let wanted = if o.fallback { "hash-scan" } else { "tracked" };
+    ensure!(
+        way == wanted,
+        "the dirty set of this session is {way:?}, not {wanted:?}: start the node {} KS_VMM_HASH_SCAN=1 and with --engine qemu",
+        if o.fallback { "with" } else { "without" }
+    );
     dirty(name, 1)?;
     ok(&["checkpoint", name])?;
     let (mut pause, mut total, mut per_mib, mut rss, mut wall) =
@@ -86,6 +96,7 @@ fn measure(o: &Options, asker: &Asker, name: &str) -> Result<()> {
     m.extend([
         ("bench".to_owned(), json!("checkpoint")),
         ("engine".to_owned(), session["engine"].clone()),
+        ("dirty_set".to_owned(), json!(way)),
         ("samples".to_owned(), json!(o.samples)),
         ("dirty_mib".to_owned(), json!(o.dirty)),
         ("memory_mib".to_owned(), json!(o.memory)),

@@ -54,6 +54,18 @@ impl Asker {
     }
 }
 
+/// The kvm engine on software KVM takes images of the soft profile only; one is built when the node has none.
+fn image_for(engine: &str) -> anyhow::Result<()> {
+    let soft = engine == "kvm" && std::path::Path::new("/sys/module/kvm_pvm").exists();
+    let images = drive::json(&["image", "ls"])?;
+    let has_soft = images["images"].as_array().is_some_and(|all| all.iter().any(|i| i["profile"] == "soft"));
+    if soft && !has_soft {
+        drive::say("this host has software KVM: building the image of the soft profile (the first time compiles a kernel)");
+        drive::shown(&["image", "build", "--profile", "soft"])?;
+    }
+    Ok(())
+}
+
 /// Runs `measure` beside a fresh session whose main window runs `command`; the session is removed whatever the outcome.
 fn in_session(
     name: &str,
@@ -63,6 +75,7 @@ fn in_session(
     measure: impl FnOnce() -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     let memory = memory_mib.to_string();
+    image_for(engine)?;
     let options = ["run", "--name", name, "--memory", &memory, "--engine", engine, "--cadence", "0", "--detach", "--"];
     drive::shown(&[&options, command].concat())?;
     let outcome = measure();

@@ -30,6 +30,7 @@ const FORKS: usize = 8;
 
 /// Runs the benchmark.
 pub fn run(o: &Options) -> Result<()> {
+    super::image_for(&o.engine)?;
     let memory = o.memory.to_string();
     let start = |name: &str| {
         shown(&["run", "--name", name, "--memory", &memory, "--engine", &o.engine, "--cadence", "0", "--detach", "--", "true"])

@@ -52,9 +52,16 @@ pub fn ks(args: &[&str]) -> Result<Output> {
 pub fn ok(args: &[&str]) -> Result<String> {
     let o = ks(args)?;
     if !o.status.success() {
-        bail!("ks {} failed ({}): {}", args.join(" "), o.status, String::from_utf8_lossy(&o.stderr).trim());
+        bail!("{} failed ({}): {}", named(args), o.status, String::from_utf8_lossy(&o.stderr).trim());
     }
     Ok(String::from_utf8_lossy(&o.stdout).trim().to_owned())
+}
+
+/// The call in one line: a program that was given as text is cut.
+fn named(args: &[&str]) -> String {
+    let line = format!("ks {}", args.join(" "));
+    let short: String = line.lines().next().unwrap_or_default().chars().take(120).collect();
+    if short.len() < line.len() { format!("{short}…") } else { short }
 }
 
 /// One call with --json that must succeed.
@@ -71,7 +78,7 @@ pub fn json(args: &[&str]) -> Result<Value> {
 pub fn shown(args: &[&str]) -> Result<()> {
     let status = command(args)?.stdout(Stdio::null()).status().context("starting ks")?;
     if !status.success() {
-        bail!("ks {} failed ({status})", args.join(" "));
+        bail!("{} failed ({status}); what it said is above", named(args));
     }
     Ok(())
 }
@@ -107,4 +114,14 @@ pub fn say(text: &str) {
 pub fn fresh_name(kind: &str) -> String {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_millis());
     format!("demo-{kind}-{}", now % 10_000_000)
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn a_long_call_is_named_in_one_line() {
+        assert_eq!(super::named(&["ls", "--all"]), "ks ls --all");
+        let program = super::named(&["run", "--", "python3", "-c", "import os\nprint(1)"]);
+        assert_eq!(program, "ks run -- python3 -c import os…");
+    }
 }

@@ -125,10 +125,15 @@ pub fn signal(raw: u32, hard: bool) -> bool {
     alive(raw) && pid(raw).is_some_and(|p| kill_process(p, which).is_ok())
 }
 
-/// The end of the node's log.
-pub fn log_tail(data_dir: &Path, lines: usize) -> String {
+/// Where the node's log ends now: what a later start writes comes after it.
+pub fn log_end(data_dir: &Path) -> u64 {
+    std::fs::metadata(log_file(data_dir)).map_or(0, |m| m.len())
+}
+
+/// The last lines that the node's log has after byte `from`.
+pub fn log_tail(data_dir: &Path, from: u64, lines: usize) -> String {
     let text = std::fs::read(log_file(data_dir)).unwrap_or_default();
-    let text = String::from_utf8_lossy(&text);
+    let text = String::from_utf8_lossy(text.get(usize::try_from(from).unwrap_or(usize::MAX)..).unwrap_or_default());
     let all: Vec<&str> = text.lines().collect();
     all[all.len().saturating_sub(lines)..].join("\n")
 }

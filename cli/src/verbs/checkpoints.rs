@@ -167,7 +167,8 @@ pub async fn diff(ctx: &Ctx, a: args::Diff) -> Res<u8> {
         }
         if r.files.is_empty() { String::new() } else { t.render() }
     })?;
-    ctx.note(&format!("{} differ", human::count(r.files.len() as u64, "file")));
+    let verb = if r.files.len() == 1 { "differs" } else { "differ" };
+    ctx.note(&format!("{} {verb}", human::count(r.files.len() as u64, "file")));
     Ok(0)
 }
 

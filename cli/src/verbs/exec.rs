@@ -14,11 +14,17 @@ use ks_proto::api::{ApiError, ExecStart};
 use ks_proto::guest::{ExecFrame, Tty};
 use serde_json::json;
 use std::io::{Read, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
 /// Signals that are passed on to the program.
 const PASSED: [i32; 6] = [1, 2, 3, 10, 12, 15];
+
+/// A program that was told to end has this long before we end without it.
+const PROGRAM_ENDS: Duration = Duration::from_secs(5);
 
 /// Runs `ks exec`.
 pub async fn run(ctx: &Ctx, a: args::Exec) -> Res<u8> {
@@ -95,12 +101,15 @@ impl Output {
 async fn in_pipe(ctx: &Ctx, tx: Sender, mut rx: Receiver) -> Res<Ended> {
     let (frames, frames_rx) = mpsc::channel(4);
     tokio::spawn(send_all(tx, frames_rx));
-    pass_signals(&frames)?;
+    let heard = Arc::new(AtomicU64::new(0));
+    pass_signals(&frames, &heard)?;
     feed_stdin(frames.clone())?;
     let out = Output::new(std::io::stdout());
     let err = Output::new(std::io::stderr());
     let ended = loop {
-        let sent = match rx.next().await {
+        let incoming = rx.next().await;
+        heard.fetch_add(1, Ordering::Relaxed);
+        let sent = match incoming {
             Incoming::Frame(ExecFrame::Stdout(b)) if ctx.json => out.tx.send(as_json("stdout", &b)).await,
             Incoming::Frame(ExecFrame::Stderr(b)) if ctx.json => out.tx.send(as_json("stderr", &b)).await,
             Incoming::Frame(ExecFrame::Stdout(b)) => out.tx.send(b).await,
@@ -170,20 +179,29 @@ fn feed_stdin(frames: mpsc::Sender<ExecFrame>) -> Res<()> {
     made.map(|_| ()).map_err(|e| Failure::local("cannot start a thread", e, "free some memory"))
 }
 
-/// Signals go to the program. A third Ctrl-C is meant for us.
-fn pass_signals(frames: &mpsc::Sender<ExecFrame>) -> Res<()> {
+/// Signals go to the program. What a person sends to be rid of it must not wait for a guest that is stuck: SIGTERM,
+/// SIGHUP and SIGQUIT end us as well when the program has not ended a short while later, and so does a second Ctrl-C
+/// when nothing was heard since the first, or a third one.
+fn pass_signals(frames: &mpsc::Sender<ExecFrame>, heard: &Arc<AtomicU64>) -> Res<()> {
     for n in PASSED {
         let mut on =
             signal(SignalKind::from_raw(n)).map_err(|e| Failure::local("cannot listen for signals", e, "report this"))?;
-        let frames = frames.clone();
+        let (frames, heard) = (frames.clone(), heard.clone());
         tokio::spawn(async move {
-            let mut times = 0u32;
+            let (mut times, mut before) = (0u32, 0);
             while on.recv().await.is_some() {
                 times += 1;
                 let number = u8::try_from(n).unwrap_or(15);
-                let full = frames.try_send(ExecFrame::Signal(number)).is_err();
-                if n == 2 && (times >= 3 || (full && times >= 2)) {
+                // A full way is that of a stuck guest: the signal is lost, ours is not.
+                let _ = frames.try_send(ExecFrame::Signal(number));
+                let silent = heard.load(Ordering::Relaxed) == std::mem::replace(&mut before, heard.load(Ordering::Relaxed));
+                if n == 2 && (times >= 3 || (silent && times >= 2)) {
                     std::process::exit(i32::from(crate::failure::INTERRUPTED));
+                }
+                if matches!(n, 1 | 3 | 15) {
+                    // A second one does not wait.
+                    let _ = tokio::time::timeout(PROGRAM_ENDS, on.recv()).await;
+                    std::process::exit(i32::from(signal_exit(number)));
                 }
             }
         });

@@ -12,6 +12,7 @@ pub mod fleet;
 pub mod image;
 pub mod kill;
 pub mod login;
+pub mod logs;
 pub mod node;
 pub mod node_names;
 pub mod nodes;
@@ -58,7 +59,7 @@ async fn plain(ctx: &Ctx, verb: Verb) -> Res<u8> {
         Verb::Up(a) => node::up(ctx, a).await,
         Verb::Down(a) => node::down(ctx, a).await,
         Verb::Cp(a) => cp::run(ctx, &a).await,
-        Verb::Logs(a) => sessions::logs(ctx, a).await,
+        Verb::Logs(a) => logs::run(ctx, a).await,
         Verb::Ls => sessions::ls(ctx).await,
         Verb::Show(a) => sessions::show(ctx, &a.session).await,
         Verb::Checkpoint(a) => checkpoints::take(ctx, a).await,

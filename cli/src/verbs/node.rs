@@ -6,7 +6,7 @@ use crate::host::daemon;
 use crate::host::http::{Node, read_api_file};
 use crate::output::{Ctx, with_schema};
 use crate::table::clean;
-use ks_proto::api::NodeInfo;
+use ks_proto::api::{NodeInfo, Session};
 use serde_json::json;
 use std::time::{Duration, Instant};
 
@@ -34,6 +34,7 @@ pub async fn up(ctx: &Ctx, a: args::Up) -> Res<u8> {
     if a.foreground {
         match daemon::become_node(&ctx.data_dir, a.fleet_address.as_deref())? {}
     }
+    let log_from = daemon::log_end(&ctx.data_dir);
     let mut child = daemon::start(&ctx.data_dir, a.fleet_address.as_deref())?;
     let until = Instant::now() + Duration::from_secs(a.timeout);
     let mut bar = ctx.bar();
@@ -49,7 +50,7 @@ pub async fn up(ctx: &Ctx, a: args::Up) -> Res<u8> {
         let next = format!("read {}, then `ks doctor`", log.display());
         if let Ok(Some(status)) = child.try_wait() {
             bar.clear();
-            let tail = daemon::log_tail(&ctx.data_dir, 5);
+            let tail = daemon::log_tail(&ctx.data_dir, log_from, 5);
             return Err(Failure::new("node-down", "the node ended while starting", format!("{status}\n{tail}"), next));
         }
         if Instant::now() >= until {
@@ -84,11 +85,21 @@ pub fn engine(e: ks_proto::manifest::EngineKind) -> String {
     serde_json::to_value(e).ok().and_then(|v| v.as_str().map(str::to_owned)).unwrap_or_else(|| "?".into())
 }
 
+/// How many sessions have a VM; None if the node does not tell in a short while.
+async fn running(node: &Node) -> Option<usize> {
+    let all: Vec<Session> = tokio::time::timeout(Duration::from_secs(2), node.get("/v1/sessions")).await.ok()?.ok()?;
+    Some(all.iter().filter(|s| s.vmm_pid.is_some()).count())
+}
+
 /// Stops the node of this machine.
 pub async fn down(ctx: &Ctx, a: args::Down) -> Res<u8> {
     let api = read_api_file(&ctx.data_dir.join("api.json")).ok();
     let daemon_pid = api.map(|f| f.pid);
     let supervisor = daemon::supervisor(&ctx.data_dir, daemon_pid);
+    let running = match Node::from_file(&ctx.data_dir.join("api.json")) {
+        Ok(node) => running(&node).await,
+        Err(_) => None,
+    };
     // The supervisor first: it would start another daemon.
     let all: Vec<u32> = supervisor.into_iter().chain(daemon_pid).filter(|p| daemon::alive(*p)).collect();
     if all.is_empty() {
@@ -114,7 +125,10 @@ pub async fn down(ctx: &Ctx, a: args::Down) -> Res<u8> {
         tokio::time::sleep(POLL).await;
     }
     bar.clear();
-    ctx.note("sessions that were running keep running; `ks up` takes them over again");
+    // Only a node that says so has none.
+    if running != Some(0) {
+        ctx.note("sessions that were running keep running; `ks up` takes them over again");
+    }
     ctx.result(&json!({"schema": "ks.down.v1", "stopped": all}), || "node down\n".to_owned())?;
     Ok(0)
 }

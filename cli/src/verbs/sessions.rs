@@ -1,4 +1,4 @@
-//! Verbs on whole sessions: `ks ls`, `show`, `logs`, `park`, `wake`, `stop`, `rm`.
+//! Verbs on whole sessions: `ks ls`, `show`, `park`, `wake`, `stop`, `rm`.
 
 use super::node::engine;
 use super::now_ms;
@@ -11,6 +11,9 @@ use crate::table::{Align, Table, clean};
 use crate::target;
 use ks_proto::api::{Checkpoint, Session, SessionState};
 use serde_json::{Value, json};
+
+/// Characters of a reason; what is longer is in `ks events` and `--json`.
+const REASON_MAX: usize = 400;
 
 /// Lists sessions.
 pub async fn ls(ctx: &Ctx) -> Res<u8> {
@@ -44,7 +47,10 @@ pub async fn ls(ctx: &Ctx) -> Res<u8> {
         ctx.note("no sessions; make one: ks run -- CMD");
     }
     for s in all.iter().filter(|s| s.state == SessionState::Failed) {
-        ctx.note(&format!("{} failed: {}", s.name, clean(&s.reason)));
+        ctx.note(&format!("{} failed: {}", s.name, cut(&s.reason)));
+    }
+    for s in all.iter().filter(|s| s.state == SessionState::Running && !s.reason.is_empty()) {
+        ctx.note(&format!("{}: {}", s.name, cut(&s.reason)));
     }
     let still = all.iter().filter(|s| s.paused).count();
     if still > 0 {
@@ -68,6 +74,11 @@ pub fn durability(c: &Checkpoint, copies: u16) -> String {
         (n, 0) => format!("{} ({n})", c.durability),
         (n, of) => format!("{} {n}/{of}", c.durability),
     }
+}
+
+/// A reason in one line of bounded length: the kernel's traces are long, and the events have them whole.
+fn cut(text: &str) -> String {
+    human::cut(&clean(text), REASON_MAX)
 }
 
 /// One line about a checkpoint.
@@ -97,7 +108,7 @@ fn facts(s: &Session, now: u64) -> String {
     let mut all: Vec<(&str, String)> = vec![
         ("name", s.name.to_string()),
         ("id", s.id.to_string()),
-        ("state", if s.reason.is_empty() { state(s) } else { format!("{}: {}", state(s), clean(&s.reason)) }),
+        ("state", if s.reason.is_empty() { state(s) } else { format!("{}: {}", state(s), cut(&s.reason)) }),
         ("command", human::command(&s.command, 200)),
         ("engine", format!("{} ({}): {}", engine(s.engine), clean(&s.profile), clean(&s.engine_why))),
         ("image", clean(&s.image)),
@@ -133,7 +144,7 @@ fn facts(s: &Session, now: u64) -> String {
             format!(
                 "{} ago ({}): back after {} from c{}, {} of work lost",
                 human::age(now, i.at_unix_ms),
-                clean(&i.cause),
+                cut(&i.cause),
                 human::millis(i.ready_ms),
                 i.checkpoint,
                 human::millis(i.lost_ms)
@@ -144,15 +155,6 @@ fn facts(s: &Session, now: u64) -> String {
         all.push(("vmm process", p.to_string()));
     }
     all.iter().map(|(k, v)| format!("{k:<12} {v}\n")).collect()
-}
-
-/// Shows what the main window has printed.
-pub async fn logs(ctx: &Ctx, a: args::Logs) -> Res<u8> {
-    let name = target::session(&a.session)?;
-    let text = Node::find(ctx)?.get_text(&format!("/v1/sessions/{name}/logs?lines={}", a.lines)).await?;
-    let text = String::from_utf8_lossy(&text).into_owned();
-    ctx.result(&json!({"schema": "ks.logs.v1", "session": name, "text": text}), || text.clone())?;
-    Ok(0)
 }
 
 /// Parks, wakes or stops each of the sessions.

@@ -41,6 +41,7 @@ async fn guest(mut s: Socket, shared: Shared) {
                 }
             }
         }
+        ["stuck"] => while frame(&mut s, &shared).await.is_some() {},
         ["after-eof"] => {
             while !matches!(frame(&mut s, &shared).await, Some(ExecFrame::StdinEof) | None) {}
             shared.gate().await;
@@ -148,6 +149,26 @@ fn signals_reach_the_program_and_its_death_is_the_exit_code() {
     rustix::process::kill_process(rustix::process::Pid::from_child(&c), rustix::process::Signal::TERM).unwrap();
     f.shared.wait("the signal", |s| s.said.iter().any(|w| w == "Signal(15)"));
     expect(&c.wait_with_output().unwrap(), 143);
+}
+
+#[test]
+fn a_stuck_guest_does_not_hold_up_who_wants_to_leave() {
+    use rustix::process::Signal;
+    for (sent, code) in [(&[Signal::TERM, Signal::TERM][..], 143), (&[Signal::INT, Signal::INT], 130), (&[Signal::HUP], 129)] {
+        let f = fake();
+        let mut c = f.command().args(["exec", "a", "--", "stuck"]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        c.stdin.as_mut().unwrap().write_all(b"x").unwrap();
+        f.shared.wait("the input", |s| s.stdin == b"x");
+        let begun = std::time::Instant::now();
+        for (n, signal) in sent.iter().enumerate() {
+            rustix::process::kill_process(rustix::process::Pid::from_child(&c), *signal).unwrap();
+            if n == 0 {
+                f.shared.wait("the signal", |s| s.said.iter().any(|w| w.starts_with("Signal(")));
+            }
+        }
+        expect(&c.wait_with_output().unwrap(), code);
+        assert!(begun.elapsed().as_secs() < 30, "{:?}", begun.elapsed());
+    }
 }
 
 #[test]
