@@ -7,7 +7,7 @@ use crate::node::Node;
 use crate::progress::Steps;
 use ks_proto::api::ApiError;
 use ks_proto::{CheckpointId, ImageId, RunToken, SessionId};
-use ks_raft::FleetState;
+use ks_raft::{Command, FleetState, ImageRecord};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -90,6 +90,30 @@ pub async fn ensure_start(
     let (steps, mut told) = Steps::channel();
     tokio::spawn(async move { while told.recv().await.is_some() {} });
     ensure(node, &FetchOrder { session, token, checkpoint, from: vec![] }, &steps).await.map(drop)
+}
+
+/// Makes an image bootable here: its kernel and initramfs, and its disk. A node that has them asks nobody.
+///
+/// # Errors
+/// See [`run`].
+pub async fn ensure_boot(node: &Arc<Node>, image: &ImageRecord, steps: &Steps) -> Result<(), ApiError> {
+    if node.fleet.alone() {
+        return Ok(());
+    }
+    let state = node.state.read();
+    ensure_image(node, &state, image.id).await?;
+    let (store, keys, disk) = (node.supply.store.clone(), node.supply.keys.clone(), image.disk);
+    let whole = tokio::task::spawn_blocking(move || store.closure_plan(&disk, &keys).map(drop)).await;
+    if matches!(whole, Ok(Ok(()))) {
+        return Ok(());
+    }
+    let me = node.fleet.number();
+    let held = image.holders.iter().copied().filter(|n| *n != me);
+    let others = state.members.keys().copied().filter(|n| *n != me && !image.holders.contains(n));
+    let from: Vec<u64> = held.chain(others).collect();
+    let nobody = (SessionId([0; 16]), RunToken::default());
+    copying::fetch_closure(node, image.disk, &from, nobody, steps).await?;
+    node.state.propose(Command::AddRootHolder { manifest: image.disk, node: me }).await.map(drop)
 }
 
 /// Members other than `me` that hold `checkpoint`, whatever it belongs to; every active member when none is recorded.

@@ -102,7 +102,7 @@ pub async fn join(node: &Arc<Node>, j: Join, steps: &Steps) -> Result<Joined, Ap
 
 /// Only a lone node with no sessions joins: what it holds would be sealed under keys that the fleet does not have.
 fn may_join(node: &Node) -> Result<(), ApiError> {
-    if !node.fleet.alone() || node.fleet.number() != membership::FOUNDER {
+    if !node.fleet.alone() || node.fleet.number() != membership::FOUNDER || !node.state.read().is_founded() {
         let why = "it is a member of a fleet already";
         return Err(ApiError::new("exists", "this node cannot join", why, "ks node leave first, or use another data folder"));
     }

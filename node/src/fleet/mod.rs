@@ -22,6 +22,7 @@ pub mod voting;
 pub mod wire;
 
 use crate::host::files::Layout;
+use crate::host::membership::{self, MemberRow, Membership};
 use board::Board;
 use ks_net::tls::ApiKey;
 use ks_net::{ControlPlane, Gossip, JoinToken, Keypair, NodeFacts, PeerId, PeerState, PeerStream, StreamProto};
@@ -264,13 +265,31 @@ pub async fn follow(fleet: Arc<Fleet>) {
     }
 }
 
+/// This node's place as it knows it.
+fn known(node: &crate::node::Node) -> Membership {
+    let state = node.state.read();
+    let row = |m: &ks_raft::Member| MemberRow {
+        number: m.number,
+        peer_id: m.peer_id.clone(),
+        control: m.control.clone(),
+        bulk: m.bulk.iter().map(ToString::to_string).collect(),
+    };
+    Membership {
+        number: node.fleet.number(),
+        fleet_id: state.fleet_id.map(|i| i.to_hex()).unwrap_or_default(),
+        members: state.members.values().filter(|m| m.is_member()).map(row).collect(),
+    }
+}
+
 /// When the fleet was recovered without this node, its log is worth nothing: it gives it up and starts again as a learner.
 pub async fn follow_lineage(node: std::sync::Weak<crate::node::Node>, fleet: Arc<Fleet>) {
     let mut superseded = fleet.consensus().superseded();
     let Ok(lineage) = superseded.wait_for(Option::is_some).await.map(|l| l.unwrap_or_default()) else { return };
     let Some(node) = node.upgrade() else { return };
-    let order = crate::host::membership::Order::Forget { lineage };
-    match crate::host::membership::order(&node.layout, order) {
+    // First of all: a founder whose log is gone must not take itself for a new fleet.
+    let kept = membership::save(&node.layout, &known(&node));
+    let order = membership::Order::Forget { lineage };
+    match kept.and_then(|()| membership::order(&node.layout, order)) {
         Ok(()) => {
             node.state.event(
                 "",

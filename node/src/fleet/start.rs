@@ -123,7 +123,7 @@ pub async fn open(mut o: Opening<'_>) -> Result<(Arc<Fleet>, Mailboxes), String>
     let bulk = bulk(&o, &key, addresses.bulk, &book)?;
     let fetcher = Fetcher::new(bulk.clone());
     let incarnation = incarnation(&layout.root);
-    if me.number == FOUNDER {
+    if me.number == FOUNDER && me.fleet_id.is_empty() {
         found(&consensus, &key, &addresses, &authority, o.profiles.clone(), incarnation).await?;
     }
     let state = consensus.state();

@@ -97,6 +97,7 @@ pub async fn ensure(node: &Arc<Node>, shape: &Shape, steps: &Steps) -> Result<Ch
 }
 
 async fn make(node: &Arc<Node>, shape: &Shape, steps: &Steps) -> Result<CheckpointId, ApiError> {
+    crate::fleet::fetch::ensure_boot(node, &shape.image, steps).await?;
     let session = SessionId(files::random());
     let dir = node.layout.run().join(format!("golden-{}", session.short()));
     let files = image_dir(node, &shape.image.id);

@@ -108,6 +108,15 @@ pub fn load(l: &Layout) -> Result<Membership, String> {
     }
 }
 
+/// Writes `node.json`: the node is a member of a fleet that it must not found anew, whatever its log holds.
+///
+/// # Errors
+/// As the disk says.
+pub fn save(l: &Layout, m: &Membership) -> Result<(), String> {
+    let text = serde_json::to_vec_pretty(m).map_err(|e| e.to_string())?;
+    said(&node_file(l), files::write_atomic(&node_file(l), &text))
+}
+
 /// Orders the join; it is carried out at the next start.
 ///
 /// # Errors
@@ -221,8 +230,7 @@ pub fn carry_out(l: &Layout) -> Result<Option<String>, String> {
         fleet_id: admitted.fleet_id.clone(),
         members: admitted.members.iter().map(MemberRow::from).collect(),
     };
-    let text = serde_json::to_vec_pretty(&membership).map_err(|e| e.to_string())?;
-    said(&node_file(l), files::write_atomic(&node_file(l), &text))?;
+    save(l, &membership)?;
     gone(&join)?;
     sync(l)?;
     Ok(Some(format!("this node is member {} ({}) of fleet {}", admitted.number, admitted.name, admitted.fleet_id)))

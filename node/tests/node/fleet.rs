@@ -179,3 +179,41 @@ async fn a_join_token_works_once_and_only_for_whom_it_names() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn a_fleet_is_recovered_from_one_survivor_and_the_founder_comes_back_as_a_learner() {
+    let mut nodes = fleet(2).await;
+    nodes[1].create("a").await;
+    nodes[1].set("a", "/f", "kept").await;
+    nodes[1].ok("sessions/a/checkpoint", json!({})).await;
+    {
+        let all: Vec<&TestNode> = nodes.iter().collect();
+        durable(&all, all[1], "a").await;
+    }
+    let fleet_id = info(&nodes[1]).await.unwrap().fleet_id;
+    // The only voter dies: nothing can be decided, and that is said.
+    nodes[0].kill_supervised();
+    let survivor = &nodes[1];
+    until("the loss of the quorum", &[survivor], async || info(survivor).await.filter(|i| !i.quorum).map(drop)).await;
+    let e = survivor.refused("fleet/recover", json!({})).await;
+    assert_eq!(e.code, "usage", "it asks for a person's word: {e}");
+    let before = survivor.api().unwrap().pid;
+    survivor.ok("fleet/recover", json!({ "confirmed": true })).await;
+    survivor.wait_other_pid(Some(before)).await;
+    until("the new generation", &[survivor], async || info(survivor).await.filter(|i| i.quorum && i.generation == 1).map(drop))
+        .await;
+    let s = until("the session under the new generation", &[survivor], async || {
+        survivor.get::<Session>("sessions/a").await.ok().filter(|s| s.state.to_string() == "running" && s.token.generation == 1)
+    })
+    .await;
+    assert_eq!(survivor.value("a", "/f").await.as_deref(), Some("kept"), "{s:?}");
+    // The founder comes back with its old log: it gives it up, and is a member of the same fleet.
+    nodes[0].up().await;
+    let all: Vec<&TestNode> = nodes.iter().collect();
+    until("the founder as a learner", &all, async || {
+        let i = info(&nodes[0]).await?;
+        (i.fleet_id == fleet_id && i.generation == 1 && i.nodes.len() == 2 && i.quorum).then_some(())
+    })
+    .await;
+    assert_eq!(nodes[0].value("a", "/f").await.as_deref(), Some("kept"), "served through it");
+}
