@@ -274,7 +274,7 @@ impl Model {
                     self.send(Event::Granter(to, GranterInput::Renewal { node: n, incarnation, request }));
                 }
                 HolderEffect::SetDeadline { boottime_ms } => {
-                    assert!(boottime_ms > self.gate[ix(n)] || self.incarnations[ix(n)] % 1000 > 0);
+                    assert!(boottime_ms > self.gate[ix(n)] || !self.incarnations[ix(n)].is_multiple_of(1000));
                     self.gate[ix(n)] = self.gate[ix(n)].max(boottime_ms);
                     if self.valid(n) && self.applied[ix(n)] < self.last_assign[ix(n)] {
                         self.violations.push(format!("at {} node {n} goes on with what it has lost", self.now));

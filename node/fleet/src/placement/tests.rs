@@ -82,7 +82,9 @@ fn a_lapsed_nodes_session_goes_to_its_replica_however_busy_that_is() {
 
 #[test]
 fn each_rule_of_the_ranking() {
-    let cases: Vec<(&str, SessionView, Vec<(u64, u64, u64)>, Result<u64, &str>)> = vec![
+    /// What is special, the session, (node, load, free memory) of those that live, where it goes or why not.
+    type Case = (&'static str, SessionView, Vec<(u64, u64, u64)>, Result<u64, &'static str>);
+    let cases: Vec<Case> = vec![
         ("fewer sessions", session(1, 1, &[]), vec![(2, 5, 9000), (3, 1, 900)], Ok(3)),
         ("more free memory at equal load", session(1, 1, &[]), vec![(2, 1, 900), (3, 1, 9000)], Ok(3)),
         ("replica set without room", session(1, 1, &[1, 2]), vec![(2, 1, 100), (3, 9, 9000)], Ok(3)),
