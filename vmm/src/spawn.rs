@@ -72,6 +72,9 @@ pub struct SpawnError {
     pub errno: i32,
 }
 
+/// Descriptors that one child may be handed.
+const HANDED_MAX: usize = 64;
+
 /// Names of the child's steps, by the number that it reports.
 const STEPS: [&str; 11] = [
     "wait for the parent",
@@ -283,15 +286,17 @@ unsafe fn hand_over(p: &ChildPlan<'_>) -> Result<(RawFd, RawFd), ()> {
         let errors = check(libc::fcntl(p.errors, libc::F_DUPFD_CLOEXEC, HIGH))?;
         let parent = check(libc::fcntl(p.parent, libc::F_DUPFD_CLOEXEC, HIGH))?;
         let log = check(libc::fcntl(p.spawn.log.as_raw_fd(), libc::F_DUPFD_CLOEXEC, HIGH))?;
-        let base = HIGH + 100;
-        for (i, fd) in p.spawn.fds.iter().enumerate() {
-            let high = check(libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, base + i as RawFd))?;
-            if high != base + i as RawFd {
-                return Err(());
-            }
+        // Wherever there is room: a VMM that serves many packs has hundreds of descriptors open.
+        let mut high = [-1; HANDED_MAX];
+        if p.spawn.fds.len() > HANDED_MAX {
+            *libc::__errno_location() = libc::E2BIG;
+            return Err(());
         }
-        for i in 0..count {
-            check(libc::dup2(base + i, 3 + i))?;
+        for (at, fd) in high.iter_mut().zip(&p.spawn.fds) {
+            *at = check(libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, HIGH))?;
+        }
+        for (i, at) in high.iter().take(p.spawn.fds.len()).enumerate() {
+            check(libc::dup2(*at, 3 + i as RawFd))?;
         }
         check(libc::dup2(log, 1))?;
         check(libc::dup2(log, 2))?;
@@ -342,5 +347,46 @@ unsafe fn mount_step(step: &MountStep) -> Result<(), i32> {
                 ok(libc::chdir(c"/".as_ptr()), 3)
             }
         }
+    }
+}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::process::{WaitId, WaitIdOptions, waitid};
+    use std::fs::File;
+    use std::os::fd::AsFd;
+
+    /// A VMM that serves a session of many packs has many descriptors open: its children get theirs all the same.
+    #[test]
+    fn a_child_gets_its_descriptors_however_many_the_parent_has_open() {
+        rustix::process::setrlimit(
+            rustix::process::Resource::Nofile,
+            rustix::process::Rlimit {
+                current: Some(2048),
+                maximum: rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum,
+            },
+        )
+        .unwrap();
+        let many: Vec<File> = (0..900).map(|_| File::open("/dev/null").unwrap()).collect();
+        let (read, write) = rustix::pipe::pipe().unwrap();
+        let text = |s: &str| CString::new(s).unwrap();
+        let child = spawn(&Spawn {
+            program: text("/bin/sh"),
+            args: vec![text("sh"), text("-c"), text("echo through >&4")],
+            env: vec![],
+            fds: vec![File::open("/dev/null").unwrap().into(), write],
+            log: File::open("/dev/null").unwrap().into(),
+            namespaces: 0,
+            mounts: vec![],
+            uid: None,
+            rlimits: vec![],
+            cgroups: vec![],
+        })
+        .unwrap();
+        waitid(WaitId::PidFd(child.pidfd.as_fd()), WaitIdOptions::EXITED).unwrap();
+        let mut said = [0; 16];
+        let n = rustix::io::read(&read, &mut said).unwrap();
+        assert_eq!(&said[..n], b"through\n");
+        drop(many);
     }
 }
