@@ -1,3 +1,5 @@
+//! What acts: sockets, files, streams.
+
 pub mod call;
 pub mod endpoint;
 pub mod fetch;

@@ -1,3 +1,5 @@
+//! Tests of the bulk plane over real endpoints on loopback.
+
 mod faults;
 mod fetch;
 mod image;
