@@ -19,7 +19,10 @@ pub async fn run(ctx: &Ctx, a: args::Logs) -> Res<u8> {
     let path = format!("/v1/sessions/{name}/logs?lines={}", a.lines);
     let mut before = String::from_utf8_lossy(&node.get_text(&path).await?).into_owned();
     show(ctx, &name, &before)?;
-    while a.follow {
+    if !a.follow {
+        return Ok(0);
+    }
+    loop {
         tokio::time::sleep(LOOK).await;
         let state = node.session(&name).await?.state;
         match state {
@@ -38,7 +41,6 @@ pub async fn run(ctx: &Ctx, a: args::Logs) -> Res<u8> {
         }
         before = now;
     }
-    Ok(0)
 }
 
 fn show(ctx: &Ctx, name: &str, text: &str) -> Res<()> {
