@@ -18,7 +18,7 @@ use ks_proto::api::ApiFile;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::net::TcpListener;
 
@@ -42,6 +42,8 @@ pub const START_AGAIN: u8 = 75;
 const AUTHORITY_AGAIN: Duration = Duration::from_millis(500);
 /// The same when it starts again by itself: everything that was asked is answered.
 const GRACE_AGAIN: Duration = Duration::from_millis(200);
+/// Set when everything was served and ksd goes down in order.
+static GOING: AtomicBool = AtomicBool::new(false);
 /// How long open calls may go on after SIGTERM.
 const GRACE: Duration = Duration::from_secs(5);
 
@@ -89,6 +91,7 @@ pub async fn run(config: Config) -> Result<u8> {
     node.state.event("", "node-up", &format!("ksd {} listens on {url}", env!("CARGO_PKG_VERSION")));
     let door = Door::Local { port, token: token.into() };
     serve(&node, listener, serve::through(&router, door)).await?;
+    GOING.store(true, Ordering::Release);
     node.fleet.shutdown().await;
     // Nobody is to be sent to a node that has ended in good order. The port is kept for the next one.
     if !node.restart.load(Ordering::Acquire)
@@ -215,7 +218,10 @@ fn abort_on_panic() {
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         default(info);
-        std::process::abort();
+        // On its way out nothing is left to look alive: what breaks then must not make an orderly end a crash.
+        if !GOING.load(Ordering::Acquire) {
+            std::process::abort();
+        }
     }));
 }
 

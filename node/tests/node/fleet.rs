@@ -24,7 +24,7 @@ async fn until<T>(what: &str, nodes: &[&TestNode], mut f: impl AsyncFnMut() -> O
 }
 
 async fn info(n: &TestNode) -> Option<FleetInfo> {
-    n.get::<FleetInfo>("fleet").await.ok()
+    n.maybe("fleet").await
 }
 
 /// A fleet: the first has the image, the others joined it.
@@ -58,14 +58,14 @@ async fn fleet(size: usize) -> Vec<TestNode> {
 /// Waits until the newest checkpoint is durable, and gives it.
 async fn durable(all: &[&TestNode], at: &TestNode, name: &str) -> Checkpoint {
     until("a durable checkpoint", all, async || {
-        let list: Vec<Checkpoint> = at.get(&format!("sessions/{name}/checkpoints")).await.ok()?;
+        let list: Vec<Checkpoint> = at.maybe(&format!("sessions/{name}/checkpoints")).await?;
         list.last().filter(|c| c.durability == "durable" && c.holders.len() >= 2).cloned()
     })
     .await
 }
 
 async fn owner(at: &TestNode, name: &str) -> Option<String> {
-    at.get::<Session>(&format!("sessions/{name}")).await.ok().map(|s| s.node)
+    at.maybe::<Session>(&format!("sessions/{name}")).await.map(|s| s.node)
 }
 
 #[tokio::test]
@@ -119,7 +119,7 @@ async fn a_node_that_comes_back_owns_nothing_it_lost_and_serves_again() {
     nodes[0].kill_supervised();
     let survivors: Vec<&TestNode> = nodes[1..].iter().collect();
     let moved = until("a new owner", &survivors, async || {
-        let s = survivors[0].get::<Session>("sessions/a").await.ok()?;
+        let s = survivors[0].maybe::<Session>("sessions/a").await?;
         (s.token.epoch > 1 && s.state.to_string() == "running").then_some(s)
     })
     .await;
@@ -203,7 +203,7 @@ async fn a_fleet_is_recovered_from_one_survivor_and_the_founder_comes_back_as_a_
     until("the new generation", &[survivor], async || info(survivor).await.filter(|i| i.quorum && i.generation == 1).map(drop))
         .await;
     let s = until("the session under the new generation", &[survivor], async || {
-        survivor.get::<Session>("sessions/a").await.ok().filter(|s| s.state.to_string() == "running" && s.token.generation == 1)
+        survivor.maybe::<Session>("sessions/a").await.filter(|s| s.state.to_string() == "running" && s.token.generation == 1)
     })
     .await;
     assert_eq!(survivor.value("a", "/f").await.as_deref(), Some("kept"), "{s:?}");

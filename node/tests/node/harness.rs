@@ -202,6 +202,12 @@ impl TestNode {
         if ok { Ok(serde_json::from_str(&text).unwrap()) } else { Err(serde_json::from_str(&text).unwrap()) }
     }
 
+    /// As [`Self::get`] while the node may be starting again: None for whatever is no answer.
+    pub async fn maybe<T: DeserializeOwned>(&self, path: &str) -> Option<T> {
+        let text = self.try_get(path).await.ok()?.text().await.ok()?;
+        serde_json::from_str(&text).ok()
+    }
+
     /// A long call: its steps and its result.
     pub async fn call(&self, path: &str, body: Value) -> (Vec<String>, Result<Value, ApiError>) {
         let r = self.request("POST", path).json(&body).send().await.unwrap();
