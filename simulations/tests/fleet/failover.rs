@@ -1,6 +1,6 @@
 //! Hosts die: every process of them at once, as when the power goes.
 
-use crate::harness::{answers, begin, checkpoint, counted, durable, fleet, kill, no_vm, remove, session, sh, whole};
+use crate::harness::{answers, begin, checkpoint, counted, durable, fleet, kill, long_fleet, no_vm, remove, session, sh, whole};
 use crate::lab::{Lab, json, ok};
 use anyhow::{Result, ensure};
 use std::process::Stdio;
@@ -35,19 +35,19 @@ fn killed(lab: &Lab, name: &str, leads: bool) -> Result<()> {
 
 #[test]
 fn recovers_on_a_peer_when_its_host_dies() {
-    let Some(lab) = fleet() else { return };
+    let Some(lab) = long_fleet() else { return };
     killed(&lab, "peer", false).unwrap_or_else(|e| panic!("{e:#}"));
 }
 
 #[test]
 fn recovers_when_the_host_that_dies_leads_the_fleet() {
-    let Some(lab) = fleet() else { return };
+    let Some(lab) = long_fleet() else { return };
     killed(&lab, "leads", true).unwrap_or_else(|e| panic!("{e:#}"));
 }
 
 #[test]
 fn durable_means_peers_have_it() {
-    let Some(lab) = fleet() else { return };
+    let Some(lab) = long_fleet() else { return };
     let rounds = || -> Result<()> {
         begin(&lab, "dur", lab.others(&[])[0])?;
         for round in 0..3 {
@@ -93,7 +93,7 @@ fn a_host_that_dies_while_replicating_leaves_a_whole_checkpoint() {
 
 #[test]
 fn recovers_after_the_whole_site_lost_its_power() {
-    let Some(lab) = fleet() else { return };
+    let Some(lab) = long_fleet() else { return };
     let site = || -> Result<()> {
         let names = ["site-a", "site-b", "site-c"];
         for (i, name) in names.iter().enumerate() {
@@ -117,7 +117,7 @@ fn recovers_after_the_whole_site_lost_its_power() {
 
 #[test]
 fn any_node_serves_any_request() {
-    let Some(lab) = fleet() else { return };
+    let Some(lab) = long_fleet() else { return };
     let all = || -> Result<()> {
         begin(&lab, "any", 1)?;
         for i in lab.others(&[]) {

@@ -32,6 +32,15 @@ pub fn fleet() -> Option<MutexGuard<'static, Lab>> {
     }
 }
 
+/// As [`fleet`], for the tests that together take a quarter of an hour: they run with `KS_FLEET_TESTS=all`.
+pub fn long_fleet() -> Option<MutexGuard<'static, Lab>> {
+    if std::env::var("KS_FLEET_TESTS").as_deref() == Ok("all") {
+        return fleet();
+    }
+    println!("skipped: a long test of a real fleet; KS_FLEET_TESTS=all runs it");
+    None
+}
+
 fn start() -> Result<Mutex<Lab>, String> {
     let libexec =
         PathBuf::from(std::env::var("KS_LIBEXEC").map_err(|_| "the programs are not built (run ./dev test)".to_owned())?);

@@ -1,6 +1,6 @@
 //! Joining, draining, leaving, and coming back as somebody new.
 
-use crate::harness::{SPARE, begin, counted, fleet, remove};
+use crate::harness::{SPARE, begin, counted, long_fleet, remove};
 use crate::lab::{Lab, Part, json, ok, shown};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -28,7 +28,7 @@ fn joins(lab: &Lab) -> Result<Value> {
 
 #[test]
 fn a_token_lets_one_node_in_once() {
-    let Some(lab) = fleet() else { return };
+    let Some(lab) = long_fleet() else { return };
     let tokens = || -> Result<()> {
         wipe(&lab)?;
         lab.up(SPARE)?;
@@ -61,7 +61,7 @@ fn a_token_lets_one_node_in_once() {
 
 #[test]
 fn a_drain_moves_the_work_and_loses_none() {
-    let Some(lab) = fleet() else { return };
+    let Some(lab) = long_fleet() else { return };
     let drained = || -> Result<()> {
         wipe(&lab)?;
         lab.up(SPARE)?;
@@ -109,7 +109,7 @@ fn a_drain_moves_the_work_and_loses_none() {
 
 #[test]
 fn a_user_may_do_what_the_role_says() {
-    let Some(lab) = fleet() else { return };
+    let Some(lab) = long_fleet() else { return };
     let roles = || -> Result<()> {
         begin(&lab, "roles", 0)?;
         let viewer = json(lab.anywhere(), &["user", "add", "onlooker", "--role", "viewer"])?;

@@ -1,7 +1,7 @@
 //! Hosts that are cut off, half cut off, stopped and thawed: whatever happens, an outsider never sees two runs of a
 //! session at work at once, and the fleet heals by itself.
 
-use crate::harness::{WHOLE_AGAIN, answers, begin, counted, durable, fleet, kill, remove, session, whole};
+use crate::harness::{WHOLE_AGAIN, answers, begin, counted, durable, kill, long_fleet, remove, session, whole};
 use crate::lab::{Lab, Part, json};
 use crate::observe::{Stream, overlap};
 use anyhow::{Context, Result, ensure};
@@ -39,20 +39,20 @@ fn watched(lab: &Lab, name: &str, fault: impl FnOnce(usize) -> Result<()>) -> Re
 
 #[test]
 fn one_owner_when_the_owner_is_cut_off() {
-    let Some(lab) = fleet() else { return };
+    let Some(lab) = long_fleet() else { return };
     watched(&lab, "cut", |owner| lab.net().context("a network")?.cut(owner)).unwrap_or_else(|e| panic!("{e:#}"));
 }
 
 #[test]
 fn one_owner_when_the_owner_is_not_heard() {
-    let Some(lab) = fleet() else { return };
+    let Some(lab) = long_fleet() else { return };
     let mute = |owner| lab.others(&[owner]).into_iter().try_for_each(|p| lab.net().context("a network")?.lose(owner, Some(p)));
     watched(&lab, "mute", mute).unwrap_or_else(|e| panic!("{e:#}"));
 }
 
 #[test]
 fn one_owner_when_the_owner_hears_nothing() {
-    let Some(lab) = fleet() else { return };
+    let Some(lab) = long_fleet() else { return };
     let deaf = |owner| lab.others(&[owner]).into_iter().try_for_each(|p| lab.net().context("a network")?.lose(p, Some(owner)));
     watched(&lab, "deaf", deaf).unwrap_or_else(|e| panic!("{e:#}"));
 }
@@ -66,19 +66,19 @@ fn stopped(lab: &Lab, name: &str, part: Part) -> Result<()> {
 
 #[test]
 fn one_owner_when_everything_is_stopped_and_thawed() {
-    let Some(lab) = fleet() else { return };
+    let Some(lab) = long_fleet() else { return };
     stopped(&lab, "frozen", Part::All).unwrap_or_else(|e| panic!("{e:#}"));
 }
 
 #[test]
 fn one_owner_when_the_daemon_alone_is_stopped() {
-    let Some(lab) = fleet() else { return };
+    let Some(lab) = long_fleet() else { return };
     stopped(&lab, "hung", Part::Daemon).unwrap_or_else(|e| panic!("{e:#}"));
 }
 
 #[test]
 fn a_host_that_was_away_for_long_rejoins_without_help() {
-    let Some(lab) = fleet() else { return };
+    let Some(lab) = long_fleet() else { return };
     let away = || -> Result<()> {
         let leader = lab.leader()?;
         let one = lab.others(&[leader])[0];
@@ -103,7 +103,7 @@ fn a_host_that_was_away_for_long_rejoins_without_help() {
 
 #[test]
 fn without_a_quorum_it_stands_still_says_so_and_goes_on() {
-    let Some(lab) = fleet() else { return };
+    let Some(lab) = long_fleet() else { return };
     let quorum = || -> Result<()> {
         let on = lab.others(&[])[0];
         begin(&lab, "still", on)?;
@@ -150,7 +150,7 @@ impl Drop for Busy {
 
 #[test]
 fn a_host_without_idle_time_is_not_called_dead() {
-    let Some(lab) = fleet() else { return };
+    let Some(lab) = long_fleet() else { return };
     let busy = || -> Result<()> {
         begin(&lab, "busy", lab.others(&[])[1])?;
         durable(&lab, "busy")?;

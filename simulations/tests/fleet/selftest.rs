@@ -52,7 +52,7 @@ fn the_network_loses_what_it_is_told_to_lose() {
 #[test]
 fn killing_a_host_leaves_none_of_its_processes_and_all_of_the_others() {
     use crate::lab::Part;
-    let Some(lab) = crate::harness::fleet() else { return };
+    let Some(lab) = crate::harness::long_fleet() else { return };
     let killed = || -> Result<()> {
         let before: Vec<usize> = lab.others(&[]).iter().map(|i| lab.process_ids(*i, Part::All).len()).collect();
         ensure!(before.iter().all(|n| *n >= 2), "ksd and its supervisor on each: {before:?}");
