@@ -107,7 +107,8 @@ impl std::fmt::Debug for KeyMaterial {
     }
 }
 
-/// What the node asks of a VMM. Legal order: Hello; Keys; Packs*; Boot or Restore; then anything.
+/// What the node asks of a VMM. Legal order: Hello; Keys; Packs*; Lease; Boot or Restore; then anything. The lease must come
+/// before: a start waits half a minute for it and then fails with `lease-ended`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "kebab-case")]
 pub enum VmmRequest {

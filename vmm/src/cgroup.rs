@@ -1,16 +1,64 @@
-//! Limits for a child through cgroups, version 1 or 2, as far as this host lets us: best effort, and said.
+//! Limits for one VM (its ks-vmm and its engine's process) through cgroups, version 1 or 2, as far as this host lets
+//! us: best effort, and said.
 
-use crate::jail::Limits;
 use std::path::{Path, PathBuf};
 
 const MOUNT: &str = "/sys/fs/cgroup";
 const PREFIX: &str = "ks-vmm-";
+/// Ours, in version 1: its owner may remove what is in it without any capability, which the hierarchy's own root refuses.
+const FOLDER: &str = "keepstate";
+/// Memory of QEMU beside the guest's: code cache (see `qemu::command`), heap, libraries.
+const ENGINE_BYTES: u64 = 768 << 20;
+/// Memory of ks-vmm beside the guest's and the copy that a checkpoint makes of what changed: caches, plan, packs.
+const VMM_BYTES: u64 = 512 << 20;
+/// Tasks beside the vCPUs: ks-vmm's threads, QEMU's workers, and room.
+const TASKS: u64 = 256;
+/// Processors beside the vCPUs: for paging, for storing a checkpoint.
+const CPUS: u64 = 2;
+/// Share of the disk, where 100 is what others have.
+const IO_WEIGHT: u64 = 50;
+
+/// What one VM may use.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Bytes.
+    pub memory: u64,
+    /// Tasks.
+    pub pids: u64,
+    /// Whole processors.
+    pub cpus: u64,
+}
+
+impl Limits {
+    /// For a guest of this shape. Its memory counts twice: a checkpoint may have to copy all of it aside.
+    pub fn of(memory_bytes: u64, vcpus: u16) -> Self {
+        let memory = memory_bytes.saturating_mul(2).saturating_add(ENGINE_BYTES + VMM_BYTES);
+        Self { memory, pids: TASKS + u64::from(vcpus), cpus: u64::from(vcpus) + CPUS }
+    }
+}
 
 /// One controller's folder and what to write there.
 struct Wanted {
     word: &'static str,
     dir: PathBuf,
     settings: Vec<(&'static str, String)>,
+    /// Names of the one setting that does not exist everywhere; the first that is there is written.
+    io: Option<(&'static [&'static str], String)>,
+}
+
+/// The folders that [`make`] may make for `name`, from this process's cgroups.
+pub fn places(name: &str) -> Vec<PathBuf> {
+    let own = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    plan(&own, name, &Limits::of(0, 0)).into_iter().map(|w| w.dir).collect()
+}
+
+/// Puts a process into the folders of [`make`].
+pub fn add(dirs: &[PathBuf], pid: i32) {
+    for dir in dirs {
+        if let Err(e) = std::fs::write(dir.join("cgroup.procs"), pid.to_string()) {
+            tracing::warn!("cgroup {}: {e}", dir.display());
+        }
+    }
 }
 
 /// Makes the folders; returns those that hold a limit, and words for all.
@@ -22,8 +70,9 @@ pub fn make(name: &str, limits: &Limits) -> (Vec<PathBuf>, Vec<String>) {
             sweep(parent);
         }
         match apply(&w) {
-            Ok(()) => {
+            Ok(io) => {
                 words.push(w.word.to_owned());
+                words.extend(io);
                 dirs.push(w.dir);
             }
             Err(e) => {
@@ -33,7 +82,7 @@ pub fn make(name: &str, limits: &Limits) -> (Vec<PathBuf>, Vec<String>) {
         }
     }
     if dirs.is_empty() && words.is_empty() {
-        words.push("missing:cgroup (no memory, cpu or pids controller found)".to_owned());
+        words.push("missing:cgroup (no memory, cpu, pids or io controller found)".to_owned());
     }
     (dirs, words)
 }
@@ -53,8 +102,14 @@ fn plan(own: &str, name: &str, limits: &Limits) -> Vec<Wanted> {
             ("cpu", "cgroup-cpu", vec![("cpu.cfs_period_us", "100000".to_owned()), ("cpu.cfs_quota_us", quota.clone())]),
         ] {
             if controllers.split(',').any(|c| c == controller) {
-                out.push(Wanted { word, dir: Path::new(MOUNT).join(controller).join(path).join(&folder), settings });
+                let dir = Path::new(MOUNT).join(controller).join(path).join(FOLDER).join(&folder);
+                out.push(Wanted { word, dir, settings, io: None });
             }
+        }
+        if controllers.split(',').any(|c| c == "blkio") {
+            let io: &[&str] = &["blkio.weight", "blkio.bfq.weight"];
+            let dir = Path::new(MOUNT).join("blkio").join(path).join(FOLDER).join(&folder);
+            out.push(Wanted { word: "cgroup-io", dir, settings: vec![], io: Some((io, IO_WEIGHT.to_string())) });
         }
     }
     if out.is_empty() && own.lines().any(|l| l.starts_with("0::")) {
@@ -66,14 +121,27 @@ fn plan(own: &str, name: &str, limits: &Limits) -> Vec<Wanted> {
             ("pids.max", limits.pids.to_string()),
             ("cpu.max", format!("{quota} 100000")),
         ];
-        out.push(Wanted { word: "cgroup2", dir: parent.join(&folder), settings });
+        let io: &[&str] = &["io.weight", "io.bfq.weight"];
+        let io = Some((io, IO_WEIGHT.to_string()));
+        out.push(Wanted { word: "cgroup2", dir: parent.join(&folder), settings, io });
     }
     out
 }
 
-fn apply(w: &Wanted) -> std::io::Result<()> {
+/// Makes the folder and writes the settings; some words when the share of the disk is another matter than the rest.
+fn apply(w: &Wanted) -> std::io::Result<Option<String>> {
     std::fs::create_dir_all(&w.dir)?;
-    w.settings.iter().try_for_each(|(file, value)| std::fs::write(w.dir.join(file), value))
+    w.settings.iter().try_for_each(|(file, value)| std::fs::write(w.dir.join(file), value))?;
+    let Some((names, value)) = &w.io else { return Ok(None) };
+    let Some(file) = names.iter().map(|n| w.dir.join(n)).find(|p| p.exists()) else {
+        let why = std::io::Error::other("this host has no weights for disks");
+        return if w.settings.is_empty() { Err(why) } else { Ok(Some(format!("missing:cgroup-io ({why})"))) };
+    };
+    match std::fs::write(&file, value) {
+        Err(e) if w.settings.is_empty() => Err(e),
+        Err(e) => Ok(Some(format!("missing:cgroup-io ({e})"))),
+        Ok(()) => Ok((!w.settings.is_empty()).then(|| "cgroup-io".to_owned())),
+    }
 }
 
 /// Removes what runs that were killed left behind: groups named by a process that is no more.
@@ -102,9 +170,9 @@ mod tests {
         assert_eq!(
             show("8:pids:/\n4:memory:/a/b\n2:cpuacct:/\n1:cpu,x:/c\n0::/\n"),
             [
-                r#"cgroup-pids /sys/fs/cgroup/pids/ks-vmm-7 [("pids.max", "9")]"#,
-                r#"cgroup-memory /sys/fs/cgroup/memory/a/b/ks-vmm-7 [("memory.limit_in_bytes", "1073741824")]"#,
-                r#"cgroup-cpu /sys/fs/cgroup/cpu/c/ks-vmm-7 [("cpu.cfs_period_us", "100000"), ("cpu.cfs_quota_us", "200000")]"#,
+                r#"cgroup-pids /sys/fs/cgroup/pids/keepstate/ks-vmm-7 [("pids.max", "9")]"#,
+                r#"cgroup-memory /sys/fs/cgroup/memory/a/b/keepstate/ks-vmm-7 [("memory.limit_in_bytes", "1073741824")]"#,
+                r#"cgroup-cpu /sys/fs/cgroup/cpu/c/keepstate/ks-vmm-7 [("cpu.cfs_period_us", "100000"), ("cpu.cfs_quota_us", "200000")]"#,
             ]
         );
         assert_eq!(

@@ -197,6 +197,7 @@ fn take(from: &mut UnixStream, buffer: &mut [u8]) -> Taken {
 impl Pump {
     /// Runs until the process ends.
     pub fn run(self) {
+        ks_vmm_core::confine::enter(ks_vmm_core::confine::Kind::Channel);
         let mut passage: Option<Passage> = None;
         let mut wishes = 0;
         loop {

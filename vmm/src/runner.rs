@@ -320,6 +320,7 @@ fn store_beside(pipeline: Arc<Pipeline>, captured: Captured, asker: Asker, mail:
     let conn = asker.conn.clone();
     let id = asker.id;
     let started = std::thread::Builder::new().name("ks-store".into()).spawn(move || {
+        ks_vmm_core::confine::enter(ks_vmm_core::confine::Kind::Store);
         let result = pipeline.store(captured);
         if let Err(Command::Stored { result, asker }) = mail.push(Command::Stored { result, asker }) {
             asker.answer(result.map(|stats| VmmReply::Checkpoint { stats }));

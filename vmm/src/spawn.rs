@@ -1,4 +1,5 @@
-//! Starts one jailed child: namespaces by clone3, only the descriptors that are handed, another uid, then exec.
+//! Starts one jailed child: namespaces by clone3, only the descriptors that are handed, another uid, then exec. Also the
+//! mounts of a jail's root, for the child and for this process itself.
 //!
 //! Everything the child needs is prepared before clone3; between clone3 and exec it makes only raw system calls. It
 //! dies with the thread that started it (PDEATHSIG, and a look at the parent's pidfd in case that came too late).
@@ -23,8 +24,10 @@ pub enum MountStep {
     Link(CString, CString),
     /// (source, place), read-only, no devices unless `devices`.
     Bind { from: CString, to: CString, devices: bool },
-    /// A proc of the child's own pid namespace.
-    Proc(CString),
+    /// (source, place), writable; no programs, no devices.
+    Share { from: CString, to: CString },
+    /// A proc of the child's own pid namespace, with processes only if `processes`.
+    Proc { at: CString, processes: bool },
     /// Make this read-only and the root of everything.
     Enter(CString),
 }
@@ -45,8 +48,10 @@ pub struct Spawn {
     pub namespaces: u64,
     /// Steps in the new mount namespace, in order.
     pub mounts: Vec<MountStep>,
-    /// Uid and gid to take, dropping all groups.
+    /// Uid and gid to take, dropping all groups. Capabilities are dropped in any case.
     pub uid: Option<u32>,
+    /// The child becomes one of this process's parent, not of this process.
+    pub for_parent: bool,
     /// (resource, soft and hard limit).
     pub rlimits: Vec<(u32, u64)>,
     /// `cgroup.procs` or `tasks` files that the child's pid is written to before it goes on.
@@ -71,6 +76,9 @@ pub struct SpawnError {
     /// Why.
     pub errno: i32,
 }
+
+/// Numbers of capabilities, with room for new ones; the kernel refuses those that it does not have.
+const CAPABILITIES: libc::c_ulong = 64;
 
 /// Descriptors that one child may be handed.
 const HANDED_MAX: usize = 64;
@@ -116,19 +124,22 @@ struct CloneArgs {
 
 /// Starts the child; returns once it runs the program or the step that failed is known.
 ///
-/// The calling thread must live as long as the child should.
+/// The calling thread (with `for_parent`: the thread that forked this process) must live as long as the child should.
 pub fn spawn(s: &Spawn) -> Result<Child, SpawnError> {
     let (go_read, go_write) = pipe()?;
     let (err_read, err_write) = pipe()?;
-    let parent = rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty())
+    let parent = if s.for_parent { rustix::process::getppid() } else { Some(rustix::process::getpid()) };
+    let parent = parent.ok_or(SpawnError { step: "find the parent", errno: libc::ESRCH })?;
+    let parent = rustix::process::pidfd_open(parent, rustix::process::PidfdFlags::empty())
         .map_err(|e| SpawnError { step: "pidfd_open", errno: e.raw_os_error() })?;
     let argv = pointers(&s.args);
     let envp = pointers(&s.env);
     let mut pidfd: RawFd = -1;
     let mut args = CloneArgs {
-        flags: libc::CLONE_PIDFD as u64 | s.namespaces,
+        flags: libc::CLONE_PIDFD as u64 | s.namespaces | if s.for_parent { libc::CLONE_PARENT as u64 } else { 0 },
         pidfd: &raw mut pidfd as u64,
-        exit_signal: libc::SIGCHLD as u64,
+        // With CLONE_PARENT it is this process's own, SIGCHLD.
+        exit_signal: if s.for_parent { 0 } else { libc::SIGCHLD as u64 },
         ..CloneArgs::default()
     };
     // SAFETY: without CLONE_VM the child has its own copy of everything, as after fork; it then calls only `child`,
@@ -174,6 +185,18 @@ pub fn spawn(s: &Spawn) -> Result<Child, SpawnError> {
         return Err(SpawnError { step, errno: word(4) });
     }
     Ok(child)
+}
+
+/// Takes `steps` in this process, which has a mount namespace of its own and one thread.
+pub fn take_root(steps: &[MountStep]) -> Result<(), SpawnError> {
+    for step in steps {
+        // SAFETY: every pointer is to a string of `step`; nothing is unmapped or freed, and no other thread runs.
+        if let Err(n) = unsafe { mount_step(step) } {
+            let step = usize::try_from(n).ok().and_then(|i| STEPS.get(i)).copied().unwrap_or("mount");
+            return Err(last(step));
+        }
+    }
+    Ok(())
 }
 
 /// Kills and reaps.
@@ -242,6 +265,10 @@ fn child(p: &ChildPlan<'_>) -> ! {
                 fail(5);
             }
         }
+        // Without these a program that stays root would get everything back at exec.
+        for capability in 0..CAPABILITIES {
+            libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0);
+        }
         if let Some(uid) = p.spawn.uid {
             // Raw calls: the C library's would try to change threads that do not exist here.
             if libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<libc::gid_t>()) != 0
@@ -308,7 +335,7 @@ unsafe fn hand_over(p: &ChildPlan<'_>) -> Result<(RawFd, RawFd), ()> {
 }
 
 /// # Safety
-/// Only between clone3 and exec, in a mount namespace of its own.
+/// Only in a mount namespace of its own, where nothing else runs in this process.
 unsafe fn mount_step(step: &MountStep) -> Result<(), i32> {
     const NONE: *const libc::c_char = std::ptr::null();
     let ok = |rc: i32, step: i32| if rc == 0 { Ok(()) } else { Err(step) };
@@ -335,9 +362,15 @@ unsafe fn mount_step(step: &MountStep) -> Result<(), i32> {
                 let flags = if *devices { flags } else { flags | libc::MS_NODEV };
                 ok(libc::mount(NONE, to.as_ptr(), NONE, flags, std::ptr::null()), 2)
             }
-            MountStep::Proc(at) => {
+            MountStep::Share { from, to } => {
+                ok(libc::mount(from.as_ptr(), to.as_ptr(), NONE, libc::MS_BIND, std::ptr::null()), 2)?;
+                let flags = libc::MS_BIND | libc::MS_REMOUNT | libc::MS_NOEXEC | plain;
+                ok(libc::mount(NONE, to.as_ptr(), NONE, flags, std::ptr::null()), 2)
+            }
+            MountStep::Proc { at, processes } => {
                 let flags = plain | libc::MS_NOEXEC;
-                ok(libc::mount(c"proc".as_ptr(), at.as_ptr(), c"proc".as_ptr(), flags, std::ptr::null()), 2)
+                let data = if *processes { c"subset=pid".as_ptr().cast() } else { std::ptr::null() };
+                ok(libc::mount(c"proc".as_ptr(), at.as_ptr(), c"proc".as_ptr(), flags, data), 2)
             }
             MountStep::Enter(at) => {
                 ok(libc::mount(NONE, at.as_ptr(), NONE, libc::MS_REMOUNT | libc::MS_RDONLY | plain, std::ptr::null()), 3)?;
@@ -349,6 +382,7 @@ unsafe fn mount_step(step: &MountStep) -> Result<(), i32> {
         }
     }
 }
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -379,6 +413,7 @@ mod tests {
             namespaces: 0,
             mounts: vec![],
             uid: None,
+            for_parent: false,
             rlimits: vec![],
             cgroups: vec![],
         })

@@ -1,7 +1,9 @@
 //! Builds a VM from what the node handed over: keys, plan, packs, manifest, kernel. Runs on the run loop's thread.
 
+use crate::jail::own::Place;
 use crate::qemu;
 use crate::shared::Shared;
+use crate::starter::Ask;
 use ks_proto::chunk::DomainKey;
 use ks_proto::control::{Fault, KeyMaterial, VmConfig};
 use ks_proto::manifest::{EngineKind, MANIFEST_BYTES_MAX, Manifest, Map};
@@ -13,11 +15,11 @@ use ks_vmm_core::engine::{Engine, EngineSetup};
 use ks_vmm_core::host_link::HostLink;
 use ks_vmm_core::memory::{Memory, OnFatal};
 use ks_vmm_core::source::ChunkSource;
+use ks_vmm_kvm::Devices;
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// The largest restore plan.
@@ -86,14 +88,25 @@ pub struct Context {
     pub shared: Arc<Shared>,
     /// The node.
     pub link: Arc<dyn HostLink>,
-    /// Scratch folder.
-    pub run_dir: PathBuf,
+    /// Where this process finds its files.
+    pub place: Place,
     /// Settings of the qemu engine.
     pub qemu: qemu::Settings,
+    /// For the kvm engine; taken by the first start.
+    pub kvm: Mutex<Kvm>,
     /// Called when guest memory cannot be served.
     pub on_fatal: OnFatal,
     /// Sentences for the operator.
     pub warn: Arc<dyn Fn(String) + Send + Sync>,
+}
+
+/// What the kvm engine inherits from before the jail.
+#[derive(Default)]
+pub struct Kvm {
+    /// /dev/kvm, or why not.
+    pub device: Option<Result<OwnedFd, String>>,
+    /// /dev/userfaultfd, /proc/self/pagemap, the host's profile.
+    pub devices: Devices,
 }
 
 /// A VM that is ready to run.
@@ -202,7 +215,7 @@ pub fn build(cx: &Context, handed: &mut Handed, request: StartRequest) -> Result
     } else if config.verify_eager {
         verify_all(&source, &[], &disk_refs)?;
     }
-    let disk = Disk::new(disk_refs, manifest.disk.bytes, source.clone(), &cx.run_dir, lease.clone())?;
+    let disk = Disk::new(disk_refs, manifest.disk.bytes, source.clone(), &cx.place.scratch, lease.clone())?;
     let disk = Arc::new(disk);
     cx.shared.set_parts(memory.clone(), disk.clone());
     let parts = Parts {
@@ -224,7 +237,7 @@ pub fn build(cx: &Context, handed: &mut Handed, request: StartRequest) -> Result
         let why = format!("no heartbeat with the token of run {} came within {} s", config.token, LEASE_WAIT.as_secs());
         return Err(Fault::new("lease-ended", what, why, "send the lease before boot or restore"));
     }
-    let run_dir = cx.run_dir.clone();
+    let run_dir = cx.place.logs.clone();
     let setup = EngineSetup { config, kernel, kernel_hash, initrd_hash, initrd, memory, disk, lease, run_dir, restore };
     let engine = engine_for(cx, setup)?;
     cx.shared.set_stopper(engine.stopper());
@@ -236,12 +249,23 @@ fn verify_all(source: &ChunkSource, memory: &[ChunkId], disk: &[ChunkId]) -> Res
 }
 
 fn engine_for(cx: &Context, setup: EngineSetup) -> Result<Box<dyn Engine>, Fault> {
+    // Each engine gets what it needs; the rest closes here.
+    let kvm = std::mem::take(&mut *cx.kvm.lock().unwrap_or_else(PoisonError::into_inner));
     match setup.config.engine {
         EngineKind::Qemu => Ok(Box::new(qemu::QemuEngine::new(setup, &cx.qemu, cx.warn.clone())?)),
         EngineKind::Kvm => {
-            // This engine has no child; the words of a child's jail would not be true of it.
-            (cx.qemu.on_jail)(crate::jail::this_process());
-            ks_vmm_kvm::KvmEngine::new(setup)
+            let device = match kvm.device {
+                Some(Ok(fd)) => Some(fd),
+                Some(Err(why)) => {
+                    let next = "use --engine qemu, or give this process access to /dev/kvm";
+                    return Err(Fault::new("no-kvm", "/dev/kvm", why, next));
+                }
+                None => None,
+            };
+            let ask = Ask { memory_bytes: setup.config.memory_bytes, vcpus: setup.config.vcpus, engine: None };
+            let begun = cx.qemu.starter.lock().unwrap_or_else(PoisonError::into_inner).ask(&ask, &[])?;
+            (cx.qemu.on_jail)(None, &begun.cgroup);
+            ks_vmm_kvm::KvmEngine::with_devices(setup, Devices { kvm: device, ..kvm.devices })
         }
     }
 }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 pub fn start(shared: Arc<Shared>, tell: impl Fn(VmmEvent) + Send + 'static) -> std::io::Result<()> {
     let timer = timerfd_create(TimerfdClockId::Boottime, TimerfdFlags::CLOEXEC)?;
     std::thread::Builder::new().name("ks-lease".into()).spawn(move || {
+        ks_vmm_core::confine::enter(ks_vmm_core::confine::Kind::Lease);
         let mut frozen = false;
         loop {
             shared.lease_bell.take();

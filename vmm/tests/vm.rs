@@ -482,9 +482,11 @@ fn an_idle_ks_vmm_sleeps() {
     assert_eq!(vm.guest().say("hash"), g.memory);
     until("everything is paged in", || (vm.stats().chunks_missing == 0).then_some(()));
     let ticks = || {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", vm.process.id())).unwrap();
-        let words: Vec<u64> = stat.rsplit_once(") ").unwrap().1.split(' ').skip(11).take(2).map(|w| w.parse().unwrap()).collect();
-        words[0] + words[1]
+        let of = |pid: i32| {
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+            stat.rsplit_once(") ").unwrap().1.split(' ').skip(11).take(2).map(|w| w.parse::<u64>().unwrap()).sum::<u64>()
+        };
+        of(vm.process.id() as i32) + of(vm.jailed_pid())
     };
     let before = ticks();
     std::thread::park_timeout(Duration::from_secs(2));

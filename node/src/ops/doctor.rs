@@ -73,15 +73,12 @@ fn jail(node: &Node) -> Check {
     let root = rustix::process::geteuid().is_root();
     let tcg = node.engine.as_ref().is_ok_and(|e| e.profile == "tcg");
     let bound = if tcg { "; QEMU's emulation is no isolation boundary, so the jail is what holds a guest" } else { "" };
-    let kvm = node.engine.as_ref().is_ok_and(|e| e.engine == ks_proto::manifest::EngineKind::Kvm);
-    let detail = if kvm {
-        "the kvm engine runs guests in ks-vmm itself: KVM is the boundary; no uid, namespaces, cgroup or seccomp yet".to_owned()
-    } else if root {
+    let detail = if root {
         format!(
-            "ksd is root: each QEMU gets its own uid, namespaces, cgroup and seccomp{bound}; the kvm engine runs unjailed but for no-new-privileges"
+            "ksd is root: each VM (ks-vmm and QEMU) gets its own uid, namespaces and cgroup, no capabilities, and system call filters{bound}"
         )
     } else {
-        format!("ksd is not root: a smaller jail (seccomp and what the kernel gives to users){bound}")
+        format!("ksd is not root: a smaller jail (no capabilities, system call filters; no uid, namespaces or cgroup of its own){bound}")
     };
     // Said plainly, but a small jail is a choice and not a fault.
     check("jail", true, detail, "")

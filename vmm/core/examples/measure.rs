@@ -108,7 +108,7 @@ fn main() -> anyhow_free::Result {
     lease.renew(RunToken::default(), u64::MAX)?;
     let memory = Memory::create(MEMORY)?;
     let map = GuestMap::new(&memory)?;
-    memory.attach(Tracked::in_this_process(None, map.base(), map.len(), false)?)?;
+    memory.attach(Tracked::in_this_process(None, None, map.base(), map.len(), false)?)?;
     let source = node.source(std::slice::from_ref(&key));
     let dir = std::env::temp_dir();
     let disk = Arc::new(Disk::new(vec![ChunkId::ZERO; 16], 16 * CHUNK, Arc::clone(&source), &dir, Arc::new(lease))?);
@@ -160,7 +160,7 @@ fn measure_lazy(node: &MemoryNode, key: &DomainKey, id: &str) -> anyhow_free::Re
     let refs = source.load_map(&manifest.memory)?;
     memory.restore_lazy(source, refs, Vec::new(), Arc::new(|f| panic!("{f}")))?;
     let map = GuestMap::new(&memory)?;
-    let tracked = Tracked::in_this_process(None, map.base(), map.len(), true)?;
+    let tracked = Tracked::in_this_process(None, None, map.base(), map.len(), true)?;
     memory.attach(tracked)?;
     println!("lazy restore of 1 GiB (512 MiB in use) ready in {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
     let mut byte = [0];

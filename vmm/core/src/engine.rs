@@ -32,7 +32,7 @@ pub struct EngineSetup {
     pub disk: Arc<Disk>,
     /// Checked before each entry into the guest and each byte in or out.
     pub lease: Arc<LeaseGate>,
-    /// Folder for sockets and logs of this run (`console.log` gets the serial console).
+    /// Folder of this run's logs, as this process sees it (`console.log` gets the serial console).
     pub run_dir: PathBuf,
     /// State to load, with the machine that it was saved on. None boots.
     pub restore: Option<(Machine, Vec<u8>)>,

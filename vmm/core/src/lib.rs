@@ -2,6 +2,7 @@
 //! packs, the checkpoint pipeline, the lease gate, and the engine seam. Links only proto.
 
 pub mod checkpoint;
+pub mod confine;
 pub mod disk;
 pub mod engine;
 pub mod host_link;

@@ -46,6 +46,10 @@ pub struct Devices {
     pub kvm: Option<OwnedFd>,
     /// /dev/userfaultfd.
     pub userfaultfd: Option<OwnedFd>,
+    /// This process's own /proc/self/pagemap.
+    pub pagemap: Option<File>,
+    /// The host's profile, as [`Profile::of_this_host`] found it while it could look.
+    pub profile: Option<Profile>,
 }
 
 /// One machine on /dev/kvm.
@@ -95,7 +99,8 @@ impl KvmEngine {
 
     /// Builds the machine, booting the kernel or loading `setup.restore`; it stands still until `run`.
     pub fn with_devices(setup: EngineSetup, devices: Devices) -> Result<Box<dyn Engine>, Fault> {
-        let host = Host::look(devices.kvm).map_err(|e| {
+        let Devices { kvm, userfaultfd, pagemap, profile } = devices;
+        let host = Host::look(kvm, profile).map_err(|e| {
             let next = "use --engine qemu, or give this process access to /dev/kvm";
             Fault::new("no-kvm", "/dev/kvm", e.to_string(), next)
         })?;
@@ -105,7 +110,7 @@ impl KvmEngine {
             return Err(Fault::new("unsupported", "the VM's shape", why, "ask for fewer vCPUs, or use --engine qemu"));
         }
         let saved = setup.restore.as_ref().map(|(machine, bytes)| decode(machine, bytes, vcpus)).transpose()?;
-        let built = build(&host, &setup, devices.userfaultfd, saved.as_ref())?;
+        let built = build(&host, &setup, (userfaultfd, pagemap), saved.as_ref())?;
         let msr_indices = cpu_state::msr_indices(&host.kvm).map_err(state_fault("MSR list"))?;
         let xsave_bytes = sys::xsave::area_bytes(&built.vm);
         let tsc_khz = built.vcpus[0].get_tsc_khz().unwrap_or(0);
@@ -222,12 +227,18 @@ fn nodes() -> Vec<MmioNode> {
     layout::VIRTIO_GSIS.iter().enumerate().map(|(i, gsi)| MmioNode { base: base(i), gsi: *gsi }).collect()
 }
 
-fn build(host: &Host, setup: &EngineSetup, uffd: Option<OwnedFd>, saved: Option<&MachineState>) -> Result<Built, Fault> {
+fn build(
+    host: &Host,
+    setup: &EngineSetup,
+    (uffd, pagemap): (Option<OwnedFd>, Option<File>),
+    saved: Option<&MachineState>,
+) -> Result<Built, Fault> {
     let memory = &setup.memory;
     let ram = Ram::map(memory.clone()).map_err(fault("internal", "mapping guest memory"))?;
     let ram = Arc::new(ram);
     let own = if uffd.is_none() { File::open("/dev/userfaultfd").ok().map(OwnedFd::from) } else { uffd };
-    match Tracked::in_this_process(own.as_ref().map(AsFd::as_fd), ram.base(), ram.bytes(), memory.wants_missing()) {
+    let dev = own.as_ref().map(AsFd::as_fd);
+    match Tracked::in_this_process(dev, pagemap, ram.base(), ram.bytes(), memory.wants_missing()) {
         Ok(tracked) => memory.attach(tracked)?,
         Err(e) => {
             tracing::warn!("no userfaultfd ({e}): memory is loaded whole, and checkpoints find changes by hashing");

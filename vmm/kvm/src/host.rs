@@ -23,8 +23,8 @@ pub struct Host {
 }
 
 impl Host {
-    /// Looks, through `kvm` if given (a jail), else /dev/kvm.
-    pub fn look(kvm: Option<OwnedFd>) -> std::io::Result<Self> {
+    /// Looks, through `kvm` if given (a jail), else /dev/kvm; `profile` likewise, if known from before the jail.
+    pub fn look(kvm: Option<OwnedFd>, profile: Option<Profile>) -> std::io::Result<Self> {
         let kvm = match kvm {
             Some(fd) => crate::sys::fd::kvm_from(fd.into_raw_fd()),
             None => Kvm::new().map_err(|e| std::io::Error::from_raw_os_error(e.errno()))?,
@@ -35,11 +35,8 @@ impl Host {
         }
         let supported =
             kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(|e| std::io::Error::from_raw_os_error(e.errno()))?;
-        let flags = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-        let flags = flags.lines().find(|l| l.starts_with("flags")).unwrap_or_default();
-        let profile = Profile::decide(flags, std::path::Path::new("/sys/module/kvm_pvm").exists());
         Ok(Self {
-            profile,
+            profile: profile.unwrap_or_else(of_this_host),
             supported: supported.as_slice().to_vec(),
             tsc_deadline: kvm.check_extension(Cap::TscDeadlineTimer),
             tsc_control: kvm.check_extension(Cap::TscControl),
@@ -54,6 +51,13 @@ impl Host {
             Profile::Soft => crate::profile::feature_names(&native_cpuid()),
         }
     }
+}
+
+/// The profile of this host, from /proc and /sys.
+pub fn of_this_host() -> Profile {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let flags = info.lines().find(|l| l.starts_with("flags")).unwrap_or_default();
+    Profile::decide(flags, std::path::Path::new("/sys/module/kvm_pvm").exists())
 }
 
 /// The leaves that name features, as user code of this host sees them.

@@ -30,3 +30,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+/// What has to happen once per process before a filter forbids it: the signal handler that gets vCPUs out of the guest.
+pub fn prepare_process() {
+    sys::kick::install();
+}

@@ -16,6 +16,7 @@ use crate::sys::kick::{ImmediateExit, ThreadId};
 use crate::sys::ram::Ram;
 use crate::sys::{run, xsave};
 use ks_proto::control::Fault;
+use ks_vmm_core::confine;
 use ks_vmm_core::lease::LeaseGate;
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -207,6 +208,7 @@ impl Vcpu {
         lock(&self.control.kickers).push((exit.clone(), None));
         let slot = self.index;
         std::thread::Builder::new().name(format!("ks-vcpu{slot}")).spawn(move || {
+            confine::enter(confine::Kind::Vcpu);
             if let Some(entry) = lock(&self.control.kickers).get_mut(slot) {
                 entry.1 = Some(ThreadId::current());
             }

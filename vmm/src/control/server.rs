@@ -28,6 +28,8 @@ pub struct Server {
     pub shared: Arc<Shared>,
     /// The run loop.
     pub mail: Arc<Mailbox<Command>>,
+    /// The process that the node started, in the node's numbers.
+    pub pid: u32,
 }
 
 /// Accepts for ever; the newest connection replaces the one before.
@@ -165,7 +167,7 @@ impl Server {
         }
         Ok(VmmReply::Hello {
             protocol: PROTOCOL,
-            pid: std::process::id(),
+            pid: self.pid,
             phase: self.shared.phase(),
             config: self.shared.config(),
             jail: self.shared.jail(),

@@ -3,6 +3,7 @@
 
 use super::handshake::handshake;
 use super::{BlockError, Blocks, PAYLOAD_BYTES_MAX, WORKERS};
+use ks_vmm_core::confine::{Kind, enter};
 use ks_vmm_core::lease::LeaseGate;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -65,9 +66,16 @@ pub fn serve<B: Blocks + ?Sized + 'static>(
         let workers: Vec<_> = (1..WORKERS)
             .filter_map(|_| {
                 let s = shared.clone();
-                std::thread::Builder::new().name("ks-disk".into()).spawn(move || work(&s)).ok()
+                std::thread::Builder::new()
+                    .name("ks-disk".into())
+                    .spawn(move || {
+                        enter(Kind::Device);
+                        work(&s);
+                    })
+                    .ok()
             })
             .collect();
+        enter(Kind::Device);
         work(&shared);
         for w in workers {
             let _ = w.join();

@@ -11,7 +11,7 @@ mod registered;
 
 pub use process::find;
 
-use crate::jail::{Jail, Visible};
+use crate::starter::{Ask, EngineAsk, Starter};
 use crate::tsc;
 use command::{CPU_MODEL, Numbers};
 use console::{panic, tail};
@@ -27,8 +27,8 @@ use std::io::{Read, Seek};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// With `1` in this variable memory is not tracked, as on a host that cannot: for measuring and testing the fallback.
@@ -46,18 +46,19 @@ const STATE_BYTES_MAX: u64 = 64 << 20;
 /// Where firmware may lie; the one that QEMU finds first is the one it uses.
 const FIRMWARE: [&str; 2] = ["/usr/share/qemu/bios-microvm.bin", "/usr/share/seabios/bios-microvm.bin"];
 
-/// Settings from ks-vmm's command line and surroundings.
+/// See [`Settings::on_jail`].
+pub type OnJail = Arc<dyn Fn(Option<&[String]>, &[String]) + Send + Sync>;
+
+/// What the engine needs of the process around it.
 pub struct Settings {
-    /// `--qemu`, or None to look in PATH.
-    pub program: Option<PathBuf>,
-    /// The preload shim, if it was found.
-    pub shim: Option<PathBuf>,
-    /// What the child sees of the host's files.
-    pub visible: Visible,
-    /// The jail that this host allows.
-    pub jail: Jail,
-    /// Told the jail's words once the limits of this VM are known.
-    pub on_jail: Arc<dyn Fn(Vec<String>) + Send + Sync>,
+    /// Starts QEMU.
+    pub starter: Mutex<Starter>,
+    /// The preload shim was found.
+    pub shim: bool,
+    /// /dev/userfaultfd, if it could be opened.
+    pub userfaultfd: Option<OwnedFd>,
+    /// Told the words of QEMU's jail (None: the guest runs in this process) and those of the VM's limits.
+    pub on_jail: OnJail,
 }
 
 /// One VM under QEMU.
@@ -98,7 +99,8 @@ fn in_memory(name: &str, from: &OwnedFd) -> Result<OwnedFd, Fault> {
     Ok(copy.into())
 }
 
-fn firmware_note() -> String {
+/// Names the firmware that QEMU uses.
+pub fn firmware_note() -> String {
     for path in FIRMWARE {
         if let Ok(bytes) = std::fs::read(path) {
             let hash = blake3::hash(&bytes).to_hex();
@@ -108,9 +110,9 @@ fn firmware_note() -> String {
     "firmware unknown".to_owned()
 }
 
-fn version_line(v: &QemuVersion) -> String {
+fn version_line(v: &QemuVersion, firmware: &str) -> String {
     let package = if v.package.is_empty() { String::new() } else { format!(" ({})", v.package) };
-    format!("QEMU {}{package}, {}", v.number, firmware_note())
+    format!("QEMU {}{package}, {firmware}", v.number)
 }
 
 /// Refuses a state that another machine saved.
@@ -165,7 +167,6 @@ fn wires(setup: &EngineSetup) -> Result<Wires, Fault> {
 impl QemuEngine {
     /// Starts QEMU, serves its disk, takes hold of its memory, and loads the state if there is one. The VM is stopped.
     pub fn new(setup: EngineSetup, settings: &Settings, warn: Arc<dyn Fn(String) + Send + Sync>) -> Result<Self, Fault> {
-        let program = process::find(settings.program.as_deref())?;
         let tsc_khz = command::host_tsc_khz();
         let cmdline = match &setup.restore {
             Some((saved, _)) => saved.cmdline.clone(),
@@ -173,26 +174,33 @@ impl QemuEngine {
         };
         let mut wires = wires(&setup)?;
         let args = command::arguments(&setup, &wires.numbers, &cmdline);
-        let mut jail = settings.jail.clone();
-        jail.limit(&std::process::id().to_string(), setup.config.memory_bytes, setup.config.vcpus);
-        (settings.on_jail)([jail.words.clone(), vec!["qemu-sandbox".to_owned()]].concat());
-        let mut visible = settings.visible.clone();
-        let inside = visible.add(&program);
-        let shim = settings.shim.as_ref().map(|host| jail.seen(host, &visible.add(host)).to_path_buf());
-        let hook = registered::Hook::new(shim, wires.numbers.memory, &setup.memory, &mut wires.child)?;
+        let device = settings.userfaultfd.as_ref().and_then(|d| d.try_clone().ok());
+        let hook = registered::Hook::new(settings.shim, device, wires.numbers.memory, &setup.memory, &mut wires.child)?;
         let log = File::create(setup.run_dir.join("qemu.log")).map_err(io_fault("make qemu.log"))?;
         let frozen = Arc::new(AtomicBool::new(false));
-        let console = console::start(wires.console, setup.run_dir.join("console.log")).map_err(io_fault("read the console"))?;
+        let console = console::start(wires.console, &setup.run_dir.join("console.log")).map_err(io_fault("read the console"))?;
         let disk_warn = warn.clone();
         let on_fault = Arc::new(move |why| disk_warn(format!("the guest's disk: {why}")));
         crate::nbd::serve(wires.disk, setup.disk.clone(), setup.lease.clone(), on_fault).map_err(io_fault("serve the disk"))?;
-        let at = jail.seen(&program, &inside).to_path_buf();
-        let process = Process::start(jail, &at, &args, &hook.env, wires.child, log.into(), frozen.clone())?;
+        let ask = Ask {
+            memory_bytes: setup.config.memory_bytes,
+            vcpus: setup.config.vcpus,
+            engine: Some(EngineAsk { args, env: hook.env.clone(), shim: settings.shim }),
+        };
+        let fds: Vec<_> = std::iter::once(log.as_fd()).chain(wires.child.iter().map(AsFd::as_fd)).collect();
+        let begun = settings.starter.lock().unwrap_or_else(PoisonError::into_inner).ask(&ask, &fds)?;
+        drop(wires.child);
+        let Some(started) = begun.engine else {
+            return Err(Fault::new("internal", "start QEMU", "the starter started nothing", "report this"));
+        };
+        let words = [started.words, vec!["qemu-sandbox".to_owned()]].concat();
+        (settings.on_jail)(Some(&words), &begun.cgroup);
+        let process = Process::new(started.child, frozen.clone());
         let stopper = process.stopper().map_err(io_fault("hold QEMU's pidfd"))?;
         let machine = Machine {
             engine: EngineKind::Qemu,
             profile: "tcg".to_owned(),
-            engine_version: String::new(),
+            engine_version: started.firmware,
             cpu_model: CPU_MODEL.to_owned(),
             features: Vec::new(),
             tsc_khz,
@@ -214,14 +222,15 @@ impl QemuEngine {
             paused: true,
             saved: false,
         };
-        hook.attach(&setup.memory, engine.process.pid(), engine.process.pidfd(), &*warn)?;
+        hook.attach(&setup.memory, engine.process.pidfd(), started.pagemap, &*warn)?;
         engine.prepare(setup.restore)?;
         Ok(engine)
     }
 
     fn prepare(&mut self, restore: Option<(Machine, Vec<u8>)>) -> Result<(), Fault> {
         let version = self.qmp.handshake(READY).map_err(|e| self.fault("start QEMU", e))?;
-        self.machine.engine_version = version_line(&version);
+        // Until now it names the firmware.
+        self.machine.engine_version = version_line(&version, &self.machine.engine_version);
         if let Some((saved, _)) = &restore {
             check_machine(saved, &self.machine)?;
         }

@@ -1,13 +1,10 @@
-//! QEMU as a process: starting it in its jail with its descriptors, stopping and killing it, and how it ended.
+//! QEMU as a process: where its program is, stopping and killing it, and how it ended. The starter starts it.
 
-use crate::jail::Jail;
-use crate::spawn::{Child, spawn};
+use crate::spawn::Child;
 use ks_proto::control::Fault;
 use ks_vmm_core::engine::Stopper;
 use rustix::process::{Signal, WaitId, WaitIdOptions, pidfd_send_signal, waitid};
-use std::ffi::CString;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -49,29 +46,13 @@ pub enum Ended {
 pub struct Process {
     child: Child,
     ended: Option<Ended>,
-    jail: Jail,
     frozen: Arc<AtomicBool>,
 }
 
 impl Process {
-    /// Starts it. `fds` become descriptors 3, 4, …; standard output and error go to `log`.
-    pub fn start(
-        jail: Jail,
-        program: &Path,
-        args: &[String],
-        env: &[String],
-        fds: Vec<OwnedFd>,
-        log: OwnedFd,
-        frozen: Arc<AtomicBool>,
-    ) -> Result<Self, Fault> {
-        let bad =
-            |why: String| Fault::new("engine-died", "start QEMU", why, "look at the jail that hello reports and at vmm.log");
-        let c = |s: &[u8]| CString::new(s).map_err(|_| bad("a zero byte in an argument".into()));
-        let args = args.iter().map(|s| c(s.as_bytes())).collect::<Result<Vec<_>, _>>()?;
-        let env = env.iter().map(|s| c(s.as_bytes())).collect::<Result<Vec<_>, _>>()?;
-        let plan = jail.spawn(c(program.as_os_str().as_bytes())?, args, env, fds, log);
-        let child = spawn(&plan).map_err(|e| bad(e.to_string()))?;
-        Ok(Self { child, ended: None, jail, frozen })
+    /// Takes charge of a process that was started; a child of this one.
+    pub fn new(child: Child, frozen: Arc<AtomicBool>) -> Self {
+        Self { child, ended: None, frozen }
     }
     /// Its process id.
     pub fn pid(&self) -> i32 {
@@ -101,7 +82,6 @@ impl Process {
         {
             self.ended = Some(Ended::Signal(status.terminating_signal().unwrap_or(0)));
         }
-        self.jail.remove_cgroups();
     }
     /// Works from any thread.
     pub fn stopper(&self) -> std::io::Result<Arc<dyn Stopper>> {

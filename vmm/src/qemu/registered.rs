@@ -10,7 +10,6 @@ use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 /// First word of the shim's message; the same number is in ks-vmm-shim.
@@ -35,26 +34,30 @@ enum Told {
 }
 
 impl Hook {
-    /// Adds the shim's descriptors to `child` (whose first becomes number 3). Without a shim memory is not tracked.
-    pub fn new(shim: Option<PathBuf>, memory_fd: u32, memory: &Memory, child: &mut Vec<OwnedFd>) -> Result<Self, Fault> {
-        let plain = |why: &str| Self { env: Vec::new(), ours: None, missing_why: why.to_owned() };
-        let Some(shim) = shim else {
-            return Ok(plain("libks_vmm_shim.so is not beside ks-vmm, or KS_VMM_HASH_SCAN=1 is set"));
-        };
-        let Some(shim) = shim.to_str() else { return Ok(plain("the shim's path is not text")) };
+    /// Adds the shim's descriptors to `child` (whose first becomes number 3): a socket, and `device`, an open
+    /// /dev/userfaultfd. Without a shim memory is not tracked.
+    pub fn new(
+        shim: bool,
+        device: Option<OwnedFd>,
+        memory_fd: u32,
+        memory: &Memory,
+        child: &mut Vec<OwnedFd>,
+    ) -> Result<Self, Fault> {
+        if !shim {
+            let missing_why = "libks_vmm_shim.so is not beside ks-vmm, or KS_VMM_HASH_SCAN=1 is set".to_owned();
+            return Ok(Self { env: Vec::new(), ours: None, missing_why });
+        }
         let (ours, theirs) = super::pair()?;
         let number = |child: &Vec<OwnedFd>| 3 + child.len();
         let mut env = vec![
-            format!("LD_PRELOAD={shim}"),
             format!("KS_MEM_FD={memory_fd}"),
             format!("KS_SHIM_FD={}", number(child)),
             format!("KS_UFFD_FEATURES={FEATURES}"),
             format!("KS_UFFD_MODE={}", if memory.wants_missing() { MODE_WP | MODE_MISSING } else { MODE_WP }),
         ];
         child.push(theirs.into());
-        let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
         // Without the device the shim tries the system call.
-        if let Ok(dev) = rustix::fs::open("/dev/userfaultfd", flags, rustix::fs::Mode::empty()) {
+        if let Some(dev) = device {
             env.push(format!("KS_UFFD_DEV={}", number(child)));
             child.push(dev);
         }
@@ -65,8 +68,8 @@ impl Hook {
     pub fn attach(
         self,
         memory: &Arc<Memory>,
-        pid: i32,
         pidfd: &OwnedFd,
+        pagemap: Result<OwnedFd, String>,
         warn: &(dyn Fn(String) + Send + Sync),
     ) -> Result<(), Fault> {
         let told = match self.ours {
@@ -75,11 +78,10 @@ impl Hook {
         };
         match told {
             Told::Registered { uffd, base, len } => {
-                let bad = |e: std::io::Error| {
-                    Fault::new("internal", "open QEMU's pagemap", e.to_string(), "run ks-vmm as root or with CAP_SYS_PTRACE")
-                };
-                let pagemap = File::open(format!("/proc/{pid}/pagemap")).map_err(bad)?;
-                memory.attach(Tracked { uffd: Uffd::from_fd(uffd), base, len, pagemap })
+                let bad =
+                    |e: String| Fault::new("internal", "open QEMU's pagemap", e, "run ks-vmm as root or with CAP_SYS_PTRACE");
+                let pagemap = pagemap.map_err(bad)?;
+                memory.attach(Tracked { uffd: Uffd::from_fd(uffd), base, len, pagemap: File::from(pagemap) })
             }
             Told::Failed(why) => {
                 warn(format!("guest memory is not tracked ({why}): it is loaded at once, and checkpoints hash all of it"));

@@ -31,6 +31,22 @@ pub fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     }
 }
 
+/// Starts a program that may have been copied just now: while another test's fork has not come to its exec, that
+/// child still has the copy open for writing.
+pub fn start<T>(mut begin: impl FnMut() -> std::io::Result<T>) -> T {
+    until("the program starts", || match begin() {
+        Err(e) if e.kind() == std::io::ErrorKind::ExecutableFileBusy => None,
+        other => Some(other.unwrap()),
+    })
+}
+
+/// The live children of a process.
+pub fn children(pid: i32) -> Vec<i32> {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let lists = tasks.map(|t| std::fs::read_to_string(t.path().join("children")).unwrap_or_default());
+    lists.flat_map(|l| l.split_whitespace().filter_map(|p| p.parse().ok()).collect::<Vec<i32>>()).collect()
+}
+
 /// How a VM of a test is shaped.
 #[derive(Clone)]
 pub struct Shape {
@@ -42,11 +58,15 @@ pub struct Shape {
     pub args: Vec<String>,
     /// Another program than the one that cargo built.
     pub program: Option<PathBuf>,
+    /// Another kernel than the image's, without an initramfs.
+    pub kernel: Option<PathBuf>,
+    /// Start ks-vmm as this user.
+    pub user: Option<u32>,
 }
 
 impl Shape {
     pub fn new(engine: EngineKind) -> Self {
-        Self { engine, memory_mib: 256, vcpus: 1, cmdline: String::new(), args: vec![], program: None }
+        Self { engine, memory_mib: 256, vcpus: 1, cmdline: String::new(), args: vec![], program: None, kernel: None, user: None }
     }
 }
 
@@ -66,15 +86,19 @@ impl Vm {
         let dir = tempfile::Builder::new().prefix("ks-vmm-test").tempdir().unwrap();
         let (control, channel) = (dir.path().join("control"), dir.path().join("channel"));
         let program = shape.program.clone().unwrap_or_else(|| env!("CARGO_BIN_EXE_ks-vmm").into());
-        let process = Command::new(program)
+        let mut command = Command::new(program);
+        if let Some(user) = shape.user {
+            std::os::unix::process::CommandExt::uid(&mut command, user);
+            std::os::unix::fs::chown(dir.path(), Some(user), Some(user)).unwrap();
+        }
+        command
             .args(["--control-socket".as_ref(), control.as_os_str(), "--channel-socket".as_ref(), channel.as_os_str()])
             .args(["--run-dir".as_ref(), dir.path().join("run").as_os_str()])
             .args(&shape.args)
             // The programs under test are those that cargo built, not those of an outer run.
             .env_remove("KS_LIBEXEC")
-            .stdin(Stdio::null())
-            .spawn()
-            .unwrap();
+            .stdin(Stdio::null());
+        let process = start(|| command.spawn());
         let node = Connection::open(&control, store);
         Self { process, dir, node, store: store.clone(), shape: shape.clone() }
     }
@@ -108,8 +132,10 @@ impl Vm {
             let fds: Vec<_> = batch.iter().map(AsFd::as_fd).collect();
             self.node.ask(VmmRequest::Packs {}, &fds).unwrap();
         }
-        let image = image::get().expect("looked for before");
-        let (kernel, initrd) = image.open();
+        let (kernel, initrd) = match &self.shape.kernel {
+            Some(kernel) => (std::fs::File::open(kernel).unwrap(), tempfile::tempfile().unwrap()),
+            None => image::get().expect("looked for before").open(),
+        };
         let mut fds = vec![kernel.as_fd(), initrd.as_fd(), plan.as_fd()];
         fds.extend(manifest.as_ref().map(AsFd::as_fd));
         self.node.ask(request, &fds)
@@ -177,14 +203,16 @@ impl Vm {
         let status = until("ks-vmm ends", || self.process.try_wait().unwrap());
         status.code().unwrap_or(-1)
     }
-    /// The engine's child process.
+    /// The process that the keeper, which was started here, forked.
+    pub fn jailed_pid(&self) -> i32 {
+        children(self.process.id() as i32).first().copied().expect("the keeper has a child")
+    }
+    /// The engine's process.
     pub fn engine_pid(&self) -> i32 {
-        let task = format!("/proc/{0}/task", self.process.id());
-        let mut all = std::fs::read_dir(task).unwrap().flatten().flat_map(|t| {
-            let children = std::fs::read_to_string(t.path().join("children")).unwrap_or_default();
-            children.split_whitespace().filter_map(|p| p.parse().ok()).collect::<Vec<i32>>()
-        });
-        all.next().expect("ks-vmm has a child")
+        until("the engine's process", || {
+            let running = children(self.jailed_pid());
+            running.into_iter().find(|p| std::fs::read_to_string(format!("/proc/{p}/comm")).is_ok_and(|c| c.starts_with("qemu")))
+        })
     }
     pub fn kill(mut self) {
         self.process.kill().unwrap();

@@ -196,11 +196,11 @@ impl Memory {
         }
         let faults = lazy.clone();
         let (slow, slow_chunks) = std::sync::mpsc::channel();
-        self.spawn("ks-pager", move |s, t| s.serve_faults(t, faults.as_deref(), &slow))?;
+        self.spawn("ks-pager", || (), move |s, t, ()| s.serve_faults(t, faults.as_deref(), &slow))?;
         if let Some(lazy) = lazy.filter(|_| missing) {
             let fetch = Arc::clone(&lazy);
-            self.spawn("ks-fetch", move |s, t| s.fetch(t, &fetch, &slow_chunks))?;
-            self.spawn("ks-prefetch", move |s, t| s.prefetch(t, &lazy))?;
+            self.spawn("ks-fetch", || (), move |s, t, ()| s.fetch(t, &fetch, &slow_chunks))?;
+            self.spawn("ks-prefetch", aside::RunQueue::of_this_thread, move |s, t, queue| s.prefetch(t, &lazy, queue))?;
         }
         Ok(())
     }
@@ -276,11 +276,19 @@ impl Memory {
         })
     }
 
-    fn spawn(&self, name: &str, body: impl FnOnce(&Arc<Shared>, &Tracked) + Send + 'static) -> Result<(), Fault> {
+    /// A thread of the pager: `prepare` may open files, `body` runs confined.
+    fn spawn<P>(
+        &self,
+        name: &str,
+        prepare: impl FnOnce() -> P + Send + 'static,
+        body: impl FnOnce(&Arc<Shared>, &Tracked, P) + Send + 'static,
+    ) -> Result<(), Fault> {
         let shared = Arc::clone(&self.shared);
         let run = move || {
+            let prepared = prepare();
+            crate::confine::enter(crate::confine::Kind::Pager);
             if let Some(tracked) = shared.tracked.get() {
-                body(&shared, tracked);
+                body(&shared, tracked, prepared);
             }
         };
         let thread = std::thread::Builder::new()

@@ -47,8 +47,8 @@ impl Shared {
         self.finish(self.fetch_loop(tracked, lazy, chunks), Some(lazy));
     }
     /// Body of the prefetch thread.
-    pub(super) fn prefetch(self: &Arc<Self>, tracked: &Tracked, lazy: &Lazy) {
-        self.finish(self.prefetch_loop(tracked, lazy), Some(lazy));
+    pub(super) fn prefetch(self: &Arc<Self>, tracked: &Tracked, lazy: &Lazy, queue: RunQueue) {
+        self.finish(self.prefetch_loop(tracked, lazy, queue), Some(lazy));
         self.prefetch_done.store(true, Ordering::SeqCst);
     }
 
@@ -149,14 +149,15 @@ impl Shared {
         Ok(())
     }
 
-    fn prefetch_loop(&self, tracked: &Tracked, lazy: &Lazy) -> Result<(), End> {
+    fn prefetch_loop(&self, tracked: &Tracked, lazy: &Lazy, mut queue: RunQueue) -> Result<(), End> {
         let chunks = lazy.refs.len() as u32;
         if self.stop.wait(PREFETCH_AFTER) {
             return Err(End::Stopped);
         }
         let began = Instant::now();
         let mut loaded = 0u64;
-        let (mut queue, mut pace) = (RunQueue::of_this_thread(), Pace::default());
+        let mut pace = Pace::default();
+        queue.waited();
         for chunk in lazy.order.iter().copied().filter(|c| *c < chunks).chain(0..chunks) {
             if !lock(&self.inner).states.claim(chunk) {
                 continue;

@@ -62,7 +62,7 @@ fn restored(chunks: u64) -> Restored {
 
 fn attach(memory: &Arc<Memory>) -> Arc<GuestMap> {
     let map = Arc::new(GuestMap::new(memory).unwrap());
-    let tracked = Tracked::in_this_process(None, map.base(), map.len(), memory.wants_missing()).unwrap();
+    let tracked = Tracked::in_this_process(None, None, map.base(), map.len(), memory.wants_missing()).unwrap();
     memory.attach(tracked).unwrap();
     map
 }

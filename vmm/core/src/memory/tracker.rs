@@ -19,12 +19,19 @@ pub struct Tracked {
 }
 
 impl Tracked {
-    /// For a mapping in this process (kvm): opens the userfaultfd (through `dev`, an open /dev/userfaultfd, if given),
-    /// registers and opens /proc/self/pagemap.
-    pub fn in_this_process(dev: Option<BorrowedFd<'_>>, base: u64, len: u64, missing: bool) -> std::io::Result<Self> {
+    /// For a mapping in this process (kvm): opens the userfaultfd (through `dev`, an open /dev/userfaultfd, if given) and
+    /// registers. `pagemap` is this process's own, opened before a jail took the right to open it; None opens it here.
+    pub fn in_this_process(
+        dev: Option<BorrowedFd<'_>>,
+        pagemap: Option<File>,
+        base: u64,
+        len: u64,
+        missing: bool,
+    ) -> std::io::Result<Self> {
         let uffd = Uffd::open(dev)?;
         uffd.register(base, len, missing)?;
-        Ok(Self { uffd, base, len, pagemap: File::open("/proc/self/pagemap")? })
+        let pagemap = pagemap.map_or_else(|| File::open("/proc/self/pagemap"), Ok)?;
+        Ok(Self { uffd, base, len, pagemap })
     }
     /// Begins tracking: every page, there or not, is clean from now on. Returns what had been written before, as
     /// offset ranges. EAGAIN: events must be read first.

@@ -2,6 +2,7 @@
 
 use super::{Progress, Slot};
 use crate::sys::fd;
+use ks_vmm_core::confine::{Kind, enter};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::Timespec;
 use std::thread::JoinHandle;
@@ -9,7 +10,10 @@ use std::thread::JoinHandle;
 /// Starts the worker of `slot`; it ends after [`super::mmio::MmioSlot::end`].
 pub fn spawn(slot: Slot) -> std::io::Result<JoinHandle<()>> {
     let name = slot.with_core(|c| c.device.name());
-    std::thread::Builder::new().name(format!("ks-{name}")).spawn(move || work(&slot))
+    std::thread::Builder::new().name(format!("ks-{name}")).spawn(move || {
+        enter(Kind::Device);
+        work(&slot);
+    })
 }
 
 fn work(slot: &Slot) {

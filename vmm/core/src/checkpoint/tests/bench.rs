@@ -185,7 +185,7 @@ impl Vm {
         let disk = Arc::new(Disk::new(refs, disk_map.bytes, Arc::clone(&source), dir.path(), lease()).unwrap());
         let map = Arc::new(GuestMap::new(&memory).unwrap());
         if tracked {
-            memory.attach(Tracked::in_this_process(None, map.base(), map.len(), memory.wants_missing()).unwrap()).unwrap();
+            memory.attach(Tracked::in_this_process(None, None, map.base(), map.len(), memory.wants_missing()).unwrap()).unwrap();
         } else {
             memory.detached().unwrap();
         }

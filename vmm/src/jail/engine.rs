@@ -1,4 +1,4 @@
-//! The jail of a child: what is asked for, what this host allows, and the words that tell both.
+//! The jail of an engine's process: what is asked for, what this host allows, and the words that tell both.
 //!
 //! TCG is no isolation boundary in QEMU's own words, so the child gets as little as the host lets us take away: its own
 //! pid, mount, network, ipc and uts namespaces, a root that holds the system's libraries read-only and nothing else,
@@ -10,10 +10,6 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-/// Memory of the child beside the guest's: code cache (see `qemu::command`), heap, libraries.
-pub const OVERHEAD_BYTES: u64 = 768 * 1024 * 1024;
-/// Threads and processes that the child may have: vCPUs, workers of the block layer, and room.
-pub const PIDS_MAX: u64 = 128;
 const NOFILE: u64 = 512;
 const ALL_NAMESPACES: u64 =
     (libc::CLONE_NEWNS | libc::CLONE_NEWNET | libc::CLONE_NEWPID | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS) as u64;
@@ -46,8 +42,6 @@ pub struct Jail {
     mounts: Vec<MountStep>,
     uid: Option<u32>,
     rlimits: Vec<(u32, u64)>,
-    /// Ours to remove at the end.
-    cgroup_dirs: Vec<PathBuf>,
     rooted: bool,
 }
 
@@ -84,7 +78,7 @@ fn mounts(root: &Path, visible: &Visible) -> Vec<MountStep> {
         steps.push(MountStep::File(place.clone()));
         steps.push(MountStep::Bind { from: c(host), to: place, devices: false });
     }
-    steps.push(MountStep::Proc(at("proc")));
+    steps.push(MountStep::Proc { at: at("proc"), processes: false });
     steps.push(MountStep::Enter(c(root)));
     steps
 }
@@ -100,7 +94,6 @@ impl Jail {
             mounts: Vec::new(),
             uid: None,
             rlimits: vec![(libc::RLIMIT_CORE, 0), (libc::RLIMIT_NOFILE, NOFILE)],
-            cgroup_dirs: Vec::new(),
             rooted: false,
         };
         match uid {
@@ -147,7 +140,10 @@ impl Jail {
         if self.rooted {
             words.push("root=usr-read-only".to_owned());
         }
-        words.extend(["no-new-privileges", "handed-descriptors-only", "rlimits", "parent-death-signal"].map(str::to_owned));
+        words.extend(
+            ["no-capabilities", "no-new-privileges", "handed-descriptors-only", "rlimits", "parent-death-signal"]
+                .map(str::to_owned),
+        );
         words
     }
 
@@ -168,27 +164,17 @@ impl Jail {
         }
     }
 
+    /// True if a root, and with it a pid namespace and a proc of its own, can be had.
+    pub fn rooted(&self) -> bool {
+        self.rooted
+    }
+    /// True if it has namespaces.
+    pub fn separate(&self) -> bool {
+        self.namespaces != 0
+    }
     /// The paths by which the child sees files: in the jail's root if there is one.
     pub fn seen<'a>(&self, host: &'a Path, inside: &'a Path) -> &'a Path {
         if self.rooted { inside } else { host }
-    }
-
-    /// Makes cgroups for a child with this much guest memory, as far as the host allows, and says how far.
-    pub fn limit(&mut self, name: &str, memory_bytes: u64, vcpus: u16) {
-        let limits = Limits { memory: memory_bytes + OVERHEAD_BYTES, pids: PIDS_MAX, cpus: u64::from(vcpus) + 1 };
-        let (dirs, words) = crate::cgroup::make(name, &limits);
-        self.cgroup_dirs = dirs;
-        self.words.retain(|w| !w.starts_with("cgroup") && !w.starts_with("missing:cgroup"));
-        self.words.extend(words);
-    }
-
-    /// Removes the cgroups; the child must be gone.
-    pub fn remove_cgroups(&mut self) {
-        for dir in self.cgroup_dirs.drain(..) {
-            if let Err(e) = std::fs::remove_dir(&dir) {
-                tracing::info!("cgroup {}: {e}", dir.display());
-            }
-        }
     }
 
     /// A start of `program` in this jail.
@@ -203,55 +189,10 @@ impl Jail {
             mounts: self.mounts.clone(),
             uid: self.uid,
             rlimits: self.rlimits.clone(),
-            cgroups: self.cgroup_dirs.iter().map(|d| d.join("cgroup.procs")).collect(),
+            for_parent: false,
+            cgroups: Vec::new(),
         }
     }
-}
-
-/// For an engine inside this process: takes away what needs no other process, from this thread and all that it starts
-/// later (vCPUs, devices), and says what is in force and what is not.
-pub fn this_process() -> Vec<String> {
-    use rustix::process::{Resource, Rlimit, setrlimit};
-    let none = Rlimit { current: Some(0), maximum: Some(0) };
-    let cores = setrlimit(Resource::Core, none).is_ok();
-    if let Err(e) = rustix::thread::set_no_new_privs(true) {
-        tracing::warn!("no_new_privs: {e}");
-    }
-    let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
-    words_in_process(&status, rustix::process::geteuid().as_raw(), cores)
-}
-
-/// Pure: the words for a guest that runs inside this process, from the thread's /proc status.
-fn words_in_process(status: &str, uid: u32, no_core_dumps: bool) -> Vec<String> {
-    let field = |name: &str| {
-        let value = status.lines().find_map(|l| l.strip_prefix(name)).map(str::trim);
-        value.is_some_and(|v| v != "0")
-    };
-    let mut words = vec!["in-process".to_owned()];
-    let mut say = |holds: bool, word: &str, why: &str| {
-        words.push(if holds { word.to_owned() } else { format!("missing:{word} ({why})") });
-    };
-    say(field("NoNewPrivs:"), "no-new-privileges", "the kernel did not take it");
-    say(no_core_dumps, "no-core-dumps", "the limit could not be set");
-    say(field("Seccomp:"), "seccomp", "no filter is installed");
-    words.push(match uid {
-        0 => "missing:uid (the guest runs in ks-vmm itself, which is root)".to_owned(),
-        u => format!("uid={u}"),
-    });
-    let same = "the guest runs in ks-vmm itself";
-    words.extend(["namespaces", "root", "cgroup"].map(|w| format!("missing:{w} ({same})")));
-    words
-}
-
-/// What a child may use.
-#[derive(Debug, Clone, Copy)]
-pub struct Limits {
-    /// Bytes.
-    pub memory: u64,
-    /// Tasks.
-    pub pids: u64,
-    /// Whole processors.
-    pub cpus: u64,
 }
 
 #[cfg(test)]
@@ -264,28 +205,6 @@ mod tests {
         assert_eq!(v.add(Path::new("/usr/bin/qemu")), Path::new("/usr/bin/qemu"));
         assert_eq!(v.add(Path::new("/opt/x/shim.so")), Path::new("/ks/shim.so"));
         assert_eq!(v.files.len(), 1);
-    }
-
-    #[test]
-    fn a_guest_in_this_process_is_not_said_to_have_the_jail_of_a_child() {
-        let words = words_in_process("Name:\tks-vmm\nNoNewPrivs:\t1\nSeccomp:\t0\n", 0, true);
-        assert!(words.iter().any(|w| w == "no-new-privileges"), "{words:?}");
-        for word in ["seccomp", "uid", "namespaces", "root", "cgroup"] {
-            assert!(words.iter().any(|w| w.starts_with(&format!("missing:{word} ("))), "{word}: {words:?}");
-        }
-        let words = words_in_process("NoNewPrivs:\t0\nSeccomp:\t2\n", 1000, false);
-        assert!(words.contains(&"seccomp".to_owned()) && words.contains(&"uid=1000".to_owned()), "{words:?}");
-        assert!(words.iter().any(|w| w.starts_with("missing:no-new-privileges")), "{words:?}");
-    }
-
-    #[test]
-    fn what_this_process_gives_up_is_in_force_afterwards() {
-        // On a thread of its own: the other tests' threads keep what they have.
-        let words = std::thread::spawn(this_process).join().unwrap();
-        assert!(words.contains(&"no-new-privileges".to_owned()), "{words:?}");
-        let status = std::fs::read_to_string("/proc/self/limits").unwrap();
-        let cores = status.lines().find(|l| l.starts_with("Max core file size")).unwrap().to_owned();
-        assert_eq!(cores.split_whitespace().nth(4), Some("0"), "{cores}");
     }
 
     #[test]
