@@ -2,7 +2,7 @@
 //! that leads; then hosts are cut off, half cut off, and stopped, and an outsider looks whether two runs ever overlap.
 
 use super::figures::{Samples, wilson};
-use super::observe::{Stream, overlap};
+use super::observe::{Stream, gap, overlap};
 use crate::demo::drive::{fresh_name, json, ks, ok, say, sh, wait};
 use crate::demo::fleet::{WHOLE_AGAIN, assemble, durable};
 use crate::demo::report;
@@ -59,6 +59,14 @@ struct Kills {
     recovered: u32,
     lost_durable: u32,
     away: Samples,
+    /// Kill to assignment, when the killed host did not lead and when it did: its lease, and the election with the new
+    /// leader's wait.
+    reassigned: [Samples; 2],
+    /// Assignment to a guest whose restore hook has answered, by the new owner's clock.
+    restored: Samples,
+    /// The rest: from there to the client's answer.
+    reached: Samples,
+    /// The same from inside, when the node tells them.
     parts: [Samples; 4],
     unrecovered: Vec<String>,
 }
@@ -73,6 +81,8 @@ struct Faults {
     by_kind: Map<String, Value>,
     overlaps: Vec<String>,
     troubles: Vec<String>,
+    /// From the last line of the older run to the first of the newer one, guest time.
+    gap: Samples,
 }
 
 /// Runs the benchmark.
@@ -111,9 +121,15 @@ fn figures(o: &Options, netns: bool, seed: u64, lab: &Lab, k: &Kills, f: &Faults
     let mut m = Map::new();
     k.away.report("interruption", "_s", &mut m);
     let mut parts = Map::new();
-    for (name, samples) in PARTS.iter().zip(&k.parts) {
-        samples.report(name.trim_end_matches("_ms"), "_ms", &mut parts);
+    for (name, samples) in PARTS.iter().zip(&k.parts).filter(|p| p.1.percentile(50.0).is_some()) {
+        samples.report(&format!("node_{}", name.trim_end_matches("_ms")), "_ms", &mut parts);
     }
+    k.reassigned[0].report("lease", "_s", &mut parts);
+    k.reassigned[1].report("lease_and_election", "_s", &mut parts);
+    k.restored.report("restore_and_hook", "_s", &mut parts);
+    k.reached.report("first_answer", "_s", &mut parts);
+    f.gap.report("gap", "_s", &mut m);
+    m.insert("gap_min_s".into(), json!(f.gap.percentile(0.0)));
     let (low, high) = wilson(k.recovered, k.done);
     m.extend([
         ("bench".to_owned(), json!("failover")),
@@ -195,9 +211,10 @@ fn kill_once(lab: &Lab, o: &Options, dice: &mut Dice, leads: bool, k: &mut Kills
     let number = json(&["checkpoint", &name])?["number"].as_u64().context("a number")?;
     durable(&name, number, 60)?;
     let owner = lab.owner(&name)?;
-    k.on_leader += u32::from(lab.leader().is_ok_and(|l| l == owner));
+    let led = lab.leader()? == owner;
+    k.on_leader += u32::from(led);
     std::thread::park_timeout(Duration::from_millis(dice.below(6000)));
-    let killed = Instant::now();
+    let (killed, killed_unix_ms) = (Instant::now(), crate::verbs::now_ms());
     lab.kill(owner, Part::All);
     k.done += 1;
     let all: Vec<usize> = (0..lab.machines.len()).collect();
@@ -210,6 +227,13 @@ fn kill_once(lab: &Lab, o: &Options, dice: &mut Dice, leads: bool, k: &mut Kills
         k.recovered += 1;
         k.away.push(away);
         let s = json(&["show", &name])?;
+        let i = &s["last_interruption"];
+        if let (Some(at), Some(ready)) = (i["at_unix_ms"].as_u64(), i["ready_ms"].as_u64()) {
+            let assigned = at.saturating_sub(killed_unix_ms) as f64 / 1000.0;
+            k.reassigned[usize::from(led)].push(assigned);
+            k.restored.push(ready as f64 / 1000.0);
+            k.reached.push((away - assigned - ready as f64 / 1000.0).max(0.0));
+        }
         for (part, samples) in PARTS.iter().zip(&mut k.parts) {
             if let Some(ms) = s["last_interruption"]["parts"][*part].as_f64() {
                 samples.push(ms);
@@ -319,6 +343,12 @@ fn fault_once(lab: &Lab, o: &Options, dice: &mut Dice, kind: Kind, f: &mut Fault
     let (old, new) = (older.lines(), newer.as_ref().map(Stream::lines).unwrap_or_default());
     drop((older, newer));
     f.moved += u32::from(moved);
+    if moved && new.len() < 50 {
+        f.troubles.push(format!("{}: {name}: only {} lines of the newer run were seen", kind.name(), new.len()));
+    }
+    if let Some(s) = gap(&old, &new) {
+        f.gap.push(s);
+    }
     if let Some(s) = overlap(&old, &new) {
         f.double_run += 1;
         f.overlaps.push(format!("{}: {name}: {s:.3} s", kind.name()));

@@ -67,11 +67,16 @@ impl Drop for Stream {
     }
 }
 
+/// Seconds from the older run's last line to the newer one's first; negative when both were at work. None when one is silent.
+pub fn gap(older: &[Line], newer: &[Line]) -> Option<f64> {
+    let last = older.iter().map(|l| l.stamp).reduce(f64::max)?;
+    let first = newer.iter().map(|l| l.stamp).reduce(f64::min)?;
+    Some(first - last)
+}
+
 /// Seconds by which the older run was still at work after the newer one had begun; None when they do not overlap.
 pub fn overlap(older: &[Line], newer: &[Line]) -> Option<f64> {
-    let last = older.iter().map(|l| l.stamp).fold(f64::NEG_INFINITY, f64::max);
-    let first = newer.iter().map(|l| l.stamp).fold(f64::INFINITY, f64::min);
-    (last > first).then_some(last - first)
+    gap(older, newer).filter(|g| *g < 0.0).map(|g| -g)
 }
 
 #[cfg(test)]

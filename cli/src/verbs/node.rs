@@ -76,7 +76,9 @@ fn said(ctx: &Ctx, node: &Node, info: &NodeInfo, started: bool) -> Res<u8> {
             clean(&info.engine_why)
         )
     })?;
-    ctx.note(&format!("note: {}", clean(&info.warning)));
+    if !info.warning.is_empty() {
+        ctx.note(&format!("note: {}", clean(&info.warning)));
+    }
     Ok(0)
 }
 
