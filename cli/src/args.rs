@@ -202,9 +202,9 @@ pub struct Run {
     #[arg(long, value_name = "S")]
     pub idle_park: Option<u64>,
     /// Nodes that must have a checkpoint before it counts as durable; else the fleet's policy
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=16))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=7))]
     pub copies: Option<u16>,
-    /// Node to begin on, by name or number; else the fleet chooses
+    /// Node to begin on, by name or number; else the node that is asked, unless it drains or has no room
     #[arg(long, value_name = "NODE")]
     pub node: Option<String>,
     /// Do not open the terminal

@@ -310,9 +310,10 @@ pub struct CreateSession {
     pub cadence_s: Option<u64>,
     /// Seconds; None is 0 (never).
     pub idle_park_s: Option<u64>,
-    /// Copies that make its checkpoints durable; None is the fleet's policy.
+    /// Copies that make its checkpoints durable, 1-7; None is the fleet's policy.
     pub copies: Option<u16>,
-    /// Node (name or number) to begin on; None lets the fleet choose.
+    /// Node (name, number or `#number`) to begin on; None is the node that is asked, or the best other one when that one drains,
+    /// has no engine for it or has no room.
     pub node: Option<String>,
     /// Start the main window at once with `main`; leave None to upload files first and call `start`.
     pub main: Option<StartMain>,

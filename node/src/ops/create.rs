@@ -1,6 +1,8 @@
 //! Making a session: a fork of its image's golden checkpoint.
 
+use super::place::Asked;
 use super::{describe, names};
+use crate::fleet::{call, view};
 use crate::host::engine::EngineChoice;
 use crate::host::golden::{self, Shape};
 use crate::host::session::{First, SessionHandle, start};
@@ -10,8 +12,10 @@ use crate::progress::Steps;
 use crate::session::Request;
 use ks_proto::api::{ApiError, CreateSession, Session, SessionState, StartMain};
 use ks_proto::{SessionId, SessionName};
+use ks_raft::limits::COPIES_MAX;
 use ks_raft::{Command, SessionParams};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Memory of a session that does not say, MiB.
 pub const MEMORY_MIB: u64 = 2048;
@@ -19,6 +23,8 @@ pub const MEMORY_MIB: u64 = 2048;
 pub const SOFT_MEMORY_MIB: u64 = 512;
 /// Seconds between cadence checkpoints of a session that does not say.
 pub const CADENCE_S: u64 = 60;
+/// How long this node may take to hear of a session that another one has just made for it.
+const HEARD: Duration = Duration::from_secs(5);
 
 fn usage(what: &str, why: String, next: &str) -> ApiError {
     ApiError::new("usage", what, why, next)
@@ -69,11 +75,45 @@ async fn first_image(node: &Arc<Node>, steps: &Steps) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Makes a session and waits until it runs. When the caller goes away meanwhile, nothing of it stays.
+/// Makes a session and waits until it runs, here or on the node that it belongs on. When the caller goes away meanwhile, nothing
+/// of it stays.
 ///
 /// # Errors
 /// What was refused; nothing of it stays.
 pub async fn create(node: &Arc<Node>, c: CreateSession, steps: &Steps) -> Result<Session, ApiError> {
+    if let Some(n) = c.copies.filter(|n| !(1..=COPIES_MAX).contains(n)) {
+        return Err(usage("the number of copies", format!("{n} is not from 1 to {COPIES_MAX}"), "use --copies 2"));
+    }
+    let to = place(node, &c)?;
+    if to == node.fleet.number() { create_here(node, c, steps).await } else { create_there(node, to, c, steps).await }
+}
+
+fn place(node: &Arc<Node>, c: &CreateSession) -> Result<u64, ApiError> {
+    let (state, facts) = (node.state.read(), view::facts(node));
+    let (me, engine) = (node.fleet.number(), engine_of(node, c).is_ok());
+    let asked = Asked { state: &state, facts: &facts, me, engine, liveness_ms: node.fleet.liveness_ms() };
+    asked.choose(c.node.as_deref(), c.memory_mib.unwrap_or(SOFT_MEMORY_MIB))
+}
+
+/// Has a member make it, and waits until this node has heard of it too: the caller's next word about it comes here.
+async fn create_there(node: &Arc<Node>, to: u64, c: CreateSession, steps: &Steps) -> Result<Session, ApiError> {
+    steps.step(format!("on {}", node.fleet.name_of(to)), 0, 0);
+    let c = CreateSession { node: Some(format!("#{to}")), ..c };
+    // Dropping the call tells the member that nobody waits any more: it takes the session back.
+    let made: Session = tokio::select! {
+        made = call::post_long(&node.fleet, to, "/v1/sessions", &c, steps) => made?,
+        () = steps.abandoned() => return Err(given_up()),
+    };
+    let mut changes = node.fleet.changes();
+    let _ = tokio::time::timeout(HEARD, changes.wait_for(|s| s.sessions.contains_key(&made.id))).await;
+    Ok(made)
+}
+
+fn given_up() -> ApiError {
+    ApiError::new("busy", "the session was given up", "the caller went away", "run it again")
+}
+
+async fn create_here(node: &Arc<Node>, c: CreateSession, steps: &Steps) -> Result<Session, ApiError> {
     let profile = engine_of(node, &c)?.profile;
     if profile != image::SOFT && c.image.as_deref().is_none_or(|i| i == image::DEFAULT) {
         first_image(node, steps).await?;
@@ -117,6 +157,9 @@ pub async fn create(node: &Arc<Node>, c: CreateSession, steps: &Steps) -> Result
     let record = node.record(&id.to_hex())?;
     let handle = start(node, &record, SessionState::Creating, First::Begin(vec![]));
     let work = async {
+        if let Some(copies) = c.copies {
+            apply(node, Command::SetCopies { session: id, copies }).await?;
+        }
         handle.ask(Request::AwaitRunning).await?;
         if let Some(main) = &c.main {
             steps.step("starting the main window", 0, 0);
@@ -140,7 +183,7 @@ pub async fn finish(
 ) -> Result<(), ApiError> {
     let result = tokio::select! {
         r = work => r,
-        () = steps.abandoned() => Err(ApiError::new("busy", "the session was given up", "the caller went away", "run it again")),
+        () = steps.abandoned() => Err(given_up()),
     };
     if let Err(e) = result {
         let _ = handle.ask(Request::Remove).await;

@@ -78,7 +78,9 @@ fn jail(node: &Node) -> Check {
             "ksd is root: each VM (ks-vmm and QEMU) gets its own uid, namespaces and cgroup, no capabilities, and system call filters{bound}"
         )
     } else {
-        format!("ksd is not root: a smaller jail (no capabilities, system call filters; no uid, namespaces or cgroup of its own){bound}")
+        format!(
+            "ksd is not root: a smaller jail (no capabilities, system call filters; no uid, namespaces or cgroup of its own){bound}"
+        )
     };
     // Said plainly, but a small jail is a choice and not a fault.
     check("jail", true, detail, "")

@@ -20,12 +20,12 @@ fn usage(what: &str, why: String, next: &str) -> ApiError {
     ApiError::new("usage", what, why, next)
 }
 
-/// A member by number or name.
+/// A member by number (`#3` or `3`) or name.
 ///
 /// # Errors
 /// `not-found`.
 pub fn find(state: &FleetState, text: &str) -> Result<Member, ApiError> {
-    let by_number = text.parse::<u64>().ok().and_then(|n| state.members.get(&n));
+    let by_number = text.strip_prefix('#').unwrap_or(text).parse::<u64>().ok().and_then(|n| state.members.get(&n));
     let found = by_number.or_else(|| state.members.values().find(|m| m.is_member() && m.name == text));
     found.cloned().ok_or_else(|| {
         ApiError::new(

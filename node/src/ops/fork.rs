@@ -163,7 +163,12 @@ async fn one(
         apply(&node, command).await?;
         let record = node.record(&id.to_hex())?;
         let handle = start(&node, &record, SessionState::Creating, First::Begin(steer));
-        let run = async { handle.ask(Request::AwaitRunning).await.map(drop) };
+        let run = async {
+            if parent.copies > 0 {
+                apply(&node, Command::SetCopies { session: id, copies: parent.copies }).await?;
+            }
+            handle.ask(Request::AwaitRunning).await.map(drop)
+        };
         finish(&node, &handle, run, &steps).await?;
         steps.step(format!("{name} runs"), 0, 0);
         describe::by_id(&node, &id)

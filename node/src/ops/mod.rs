@@ -8,6 +8,7 @@ pub mod facts;
 pub mod fleet;
 pub mod fork;
 pub mod names;
+pub mod place;
 pub mod retain;
 pub mod scrub;
 pub mod verbs;

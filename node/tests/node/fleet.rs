@@ -132,6 +132,44 @@ async fn a_node_that_comes_back_owns_nothing_it_lost_and_serves_again() {
 }
 
 #[tokio::test]
+async fn a_session_begins_on_the_node_that_is_named() {
+    let mut nodes = fleet(3).await;
+    let ask = |name: &str, on: &str, copies: u16| json!({ "name": name, "memory_mib": 128, "copies": copies, "node": on, "main": { "command": ["agent"] } });
+    let all: Vec<&TestNode> = nodes.iter().collect();
+    let made: Session = serde_json::from_value(all[0].ok("sessions", ask("b", "n2", 3)).await).unwrap();
+    assert_eq!((made.node.as_str(), made.copies), ("n2", 3), "{made:?}");
+    assert!(!all[1].vmms().is_empty() && all[0].vmms().is_empty(), "its VM runs there, not here");
+    // At once, through the node that was asked: it has heard of it.
+    all[0].set("b", "/f", "there").await;
+    assert_eq!(all[2].value("b", "/f").await.as_deref(), Some("there"));
+    let me = info(all[2]).await.unwrap().me;
+    let made: Session = serde_json::from_value(all[1].ok("sessions", ask("c", &me.to_string(), 1)).await).unwrap();
+    assert_eq!((made.node.as_str(), made.copies), ("n3", 1), "by number");
+    let e = all[0].refused("sessions", ask("d", "n9", 1)).await;
+    assert_eq!(e.code, "not-found", "{e}");
+    let e = all[0].refused("sessions", ask("d", "n2", 9)).await;
+    assert_eq!(e.code, "usage", "{e}");
+    let e = all[0].refused("sessions", ask("b", "n3", 1)).await;
+    assert_eq!(e.code, "exists", "the other node's refusal comes back: {e}");
+    all[0].ok(&format!("fleet/nodes/{me}/drain"), json!({})).await;
+    let e = all[0].refused("sessions", ask("d", "n3", 1)).await;
+    assert!(e.code == "busy" && e.why.contains("draining"), "{e}");
+    let made: Session = serde_json::from_value(all[2].ok("sessions", json!({ "name": "e", "memory_mib": 128 })).await).unwrap();
+    assert_ne!(made.node, "n3", "a draining node has another one make it");
+    nodes[1].kill_supervised();
+    let left = [&nodes[0], &nodes[2]];
+    until("the dead node's silence", &left, async || {
+        let nodes = info(left[0]).await?.nodes;
+        nodes.iter().any(|n| n.name == "n2" && !n.live).then_some(())
+    })
+    .await;
+    let e = left[0].refused("sessions", ask("d", "n2", 1)).await;
+    assert!(e.code == "unreachable" && e.why.contains("n2"), "{e}");
+    let names: Vec<String> = left[0].get::<Vec<Session>>("sessions").await.unwrap().iter().map(|s| s.name.to_string()).collect();
+    assert_eq!(names, ["b", "c", "e"], "nothing of a refused one stays");
+}
+
+#[tokio::test]
 async fn draining_moves_sessions_without_loss() {
     let nodes = fleet(3).await;
     let all: Vec<&TestNode> = nodes.iter().collect();
