@@ -9,11 +9,13 @@ pub mod channel;
 pub mod chunk;
 pub mod control;
 pub mod fleet;
+pub mod gateway;
 pub mod guest;
 pub mod ids;
 pub mod manifest;
 pub mod pack;
 pub mod plan;
+pub mod relay;
 
 pub use bytes::DecodeError;
 pub use chunk::{CHUNK_BYTES, DomainKey, ObjectKind};
