@@ -70,6 +70,7 @@ fn may_link() -> BTreeMap<&'static str, Vec<&'static str>> {
         ("ks-fleet", vec!["ks-proto", "ks-raft"]),
         ("ks-node", vec!["ks-proto", "ks-raft", "ks-blobs", "ks-gateway", "ks-net", "ks-bulk", "ks-fleet"]),
         ("ks-cli", vec!["ks-proto"]),
+        ("ks-test-provider", vec![]),
         ("ks-simulations", vec!["ks-proto", "ks-raft", "ks-blobs", "ks-gateway", "ks-fleet"]),
     ])
 }
