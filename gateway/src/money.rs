@@ -22,6 +22,14 @@ impl Money {
     pub fn of_tokens(tokens: u64, micro_per_million: u64) -> Self {
         Self { picodollars: u128::from(tokens) * u128::from(micro_per_million) }
     }
+    /// This less `other`, or nothing.
+    pub fn saturating_sub(self, other: Money) -> Money {
+        Money { picodollars: self.picodollars.saturating_sub(other.picodollars) }
+    }
+    /// This times `n`, or the largest amount there is.
+    pub fn times(self, n: u64) -> Money {
+        Money { picodollars: self.picodollars.saturating_mul(u128::from(n)) }
+    }
     /// Parses `0.054399`: digits, at most twelve after the point.
     pub fn parse(text: &str) -> Option<Self> {
         let (whole, frac) = text.split_once('.').unwrap_or((text, ""));
@@ -38,7 +46,7 @@ impl Money {
 impl Add for Money {
     type Output = Money;
     fn add(self, other: Money) -> Money {
-        Money { picodollars: self.picodollars + other.picodollars }
+        Money { picodollars: self.picodollars.saturating_add(other.picodollars) }
     }
 }
 impl Sum for Money {
