@@ -9,11 +9,14 @@
 //! the `completed` line with usage and cost is durable → the rest is released, the reservation settled.
 
 pub mod budget;
+pub mod codec;
 pub mod dialect;
+pub mod json;
 pub mod key;
 pub mod ledger;
 pub mod money;
 pub mod names;
 pub mod price;
 pub mod replay;
+pub mod sse;
 pub mod usage;

@@ -34,15 +34,17 @@ pub struct UsageError {
 }
 
 impl Usage {
-    /// OpenAI: `prompt_tokens` includes `cached_tokens`; `completion_tokens` includes reasoning.
-    pub fn openai(prompt: u64, cached: u64, completion: u64, reasoning: u64) -> Result<Self, UsageError> {
+    /// OpenAI: `prompt_tokens` includes what was read from the cache and, where it is billed apart, what was written to it
+    /// (one lifetime, kept in the bucket of the shorter one); `completion_tokens` includes reasoning.
+    pub fn openai(prompt: u64, cached: u64, written: u64, completion: u64, reasoning: u64) -> Result<Self, UsageError> {
         let part_of = |part: u64, whole: u64, whole_name| {
             if part > whole { Err(UsageError { provider: "openai", part, whole, whole_name }) } else { Ok(whole - part) }
         };
         part_of(reasoning, completion, "completion_tokens")?;
         Ok(Self {
-            input: part_of(cached, prompt, "prompt_tokens")?,
+            input: part_of(cached.saturating_add(written), prompt, "prompt_tokens")?,
             cache_read: cached,
+            cache_write_5m: written,
             output: completion,
             reasoning,
             ..Self::default()
@@ -52,6 +54,21 @@ impl Usage {
     pub fn anthropic(input: u64, cache_read: u64, cache_write_5m: u64, cache_write_1h: u64, output: u64) -> Self {
         Self { input, cache_read, cache_write_5m, cache_write_1h, output, reasoning: 0 }
     }
+    /// Everything that went in.
+    pub fn input_total(&self) -> u64 {
+        [self.cache_read, self.cache_write_5m, self.cache_write_1h].into_iter().fold(self.input, u64::saturating_add)
+    }
+    /// These and `other`, bucket by bucket.
+    pub fn plus(&self, other: &Usage) -> Usage {
+        Usage {
+            input: self.input.saturating_add(other.input),
+            cache_read: self.cache_read.saturating_add(other.cache_read),
+            cache_write_5m: self.cache_write_5m.saturating_add(other.cache_write_5m),
+            cache_write_1h: self.cache_write_1h.saturating_add(other.cache_write_1h),
+            output: self.output.saturating_add(other.output),
+            reasoning: self.reasoning.saturating_add(other.reasoning),
+        }
+    }
     /// Gemini: total = prompt + candidates + thoughts; thoughts are output.
     pub fn gemini(prompt: u64, cached: u64, candidates: u64, thoughts: u64) -> Result<Self, UsageError> {
         if cached > prompt {
@@ -60,7 +77,7 @@ impl Usage {
         Ok(Self {
             input: prompt - cached,
             cache_read: cached,
-            output: candidates + thoughts,
+            output: candidates.saturating_add(thoughts),
             reasoning: thoughts,
             ..Self::default()
         })
@@ -74,10 +91,11 @@ mod tests {
     #[test]
     fn each_provider_counts_its_own_way() {
         assert_eq!(
-            Usage::openai(100, 40, 30, 10),
-            Ok(Usage { input: 60, cache_read: 40, output: 30, reasoning: 10, ..Usage::default() })
+            Usage::openai(100, 40, 5, 30, 10),
+            Ok(Usage { input: 55, cache_read: 40, cache_write_5m: 5, output: 30, reasoning: 10, ..Usage::default() })
         );
-        assert!(Usage::openai(10, 11, 0, 0).is_err() && Usage::openai(10, 0, 3, 4).is_err());
+        assert!(Usage::openai(10, 11, 0, 0, 0).is_err() && Usage::openai(10, 0, 0, 3, 4).is_err());
+        assert!(Usage::openai(10, 6, 5, 0, 0).is_err());
         let gemini = Usage::gemini(41, 0, 5, 343).unwrap();
         assert_eq!((gemini.input, gemini.output, gemini.input + gemini.output), (41, 348, 389));
     }

@@ -1,5 +1,14 @@
 //! The providers' languages: facts of a request, and a scan of its answer.
 
+mod facts;
+mod request;
+mod response;
+#[cfg(test)]
+mod wire_facts;
+
+pub use request::{inject_usage, request_facts, scrub_path};
+pub use response::{HOLD_MAX, Head, ResponseScan, provider_request_id};
+
 use crate::usage::Usage;
 use serde::{Deserialize, Serialize};
 
