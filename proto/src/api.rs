@@ -367,6 +367,8 @@ pub struct Fork {
     pub steer: Vec<(String, String)>,
     /// Names wanted; else NAME.1, NAME.2…
     pub names: Vec<SessionName>,
+    /// Serve the children what their parent bought after the checkpoint, call for call; else their later calls are live.
+    pub replay_parent: bool,
 }
 
 /// Crash a session's VM on purpose.

@@ -1,6 +1,6 @@
 //! Messages between the node and `ks-guest`, PID 1 inside the VM, on streams of the guest channel.
 //!
-//! The node opens every stream. It begins with one length-prefixed JSON [`GuestRequest`] and is answered with one
+//! The node opens every stream but the relay's (see [`crate::relay`]). It begins with one length-prefixed JSON [`GuestRequest`] and is answered with one
 //! length-prefixed JSON [`GuestAnswer`]; after that Exec and Attach carry [`ExecFrame`]s both ways, PutTar carries a
 //! raw tar stream to the guest until half-close and then one more answer, GetTar a raw tar stream from it.
 
@@ -49,6 +49,9 @@ pub enum GuestRequest {
     /// Restore hook: entropy (64 bytes, hex) into the pool and reseed, wall clock set; on a fork also machine id,
     /// hostname, ssh host keys, boot id note. Thaws the user's processes at the end.
     Hook { kind: HookKind, wall_unix_ns: u64, entropy_hex: String, hostname: String, machine_id_hex: String },
+    /// The relay may open streams on this connection: nothing was restored since the last hook, the connection is only a
+    /// new one. A hook on it says the same. Guests of an earlier version refuse it, and open no streams.
+    RelayGo {},
     /// Freeze the user's processes (cgroup freezer) before a golden or fork-point capture; answered once all are frozen.
     Freeze {},
     /// Let them go on.

@@ -8,7 +8,14 @@ use std::{
     },
 };
 
-use crate::{cgroup::UserCgroup, exec::Reaper, refusal::Refusal};
+use ks_relay::Relay;
+
+use crate::{
+    cgroup::UserCgroup,
+    exec::Reaper,
+    outlet::{Out, Outlet},
+    refusal::Refusal,
+};
 
 /// The server's surroundings.
 pub struct Agent {
@@ -26,6 +33,10 @@ pub struct Agent {
     pub main_started: AtomicBool,
     /// One start of the main session at a time.
     pub starting: tokio::sync::Mutex<()>,
+    /// Streams that this guest opens.
+    pub outlet: Arc<Outlet>,
+    /// Model calls and other egress of the session's programs.
+    pub relay: Relay<Out>,
     /// Said once: users are not switched outside a VM.
     told: Mutex<bool>,
 }
@@ -42,6 +53,8 @@ impl Agent {
     }
 
     fn new(in_vm: bool, cgroup: Option<UserCgroup>, state: &Path, conf: &Path) -> Self {
+        let outlet = Arc::new(Outlet::default());
+        let relay = Relay::new(Out(outlet.clone()), nonce(), state.join("relay"));
         Self {
             reaper: Reaper::new(rustix::process::getpid().is_init()),
             cgroup,
@@ -50,6 +63,8 @@ impl Agent {
             conf: conf.to_owned(),
             main_started: AtomicBool::new(false),
             starting: tokio::sync::Mutex::new(()),
+            outlet,
+            relay,
             told: Mutex::new(false),
         }
     }
@@ -83,4 +98,15 @@ impl Agent {
     pub fn has_started_main(&self) -> bool {
         self.main_started.load(Ordering::Relaxed)
     }
+}
+
+/// Fresh random bytes from the kernel, whose pool each hook that restores has renewed before. A kernel that has none to give
+/// leaves the name of a timeline to the clock, which a hook has set too.
+pub fn nonce() -> ks_relay::Nonce {
+    let mut nonce = [0; 16];
+    if getrandom::fill(&mut nonce).is_err() {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        nonce.copy_from_slice(&now.as_nanos().to_le_bytes());
+    }
+    nonce
 }

@@ -14,6 +14,7 @@ mod files;
 mod helper;
 mod hook;
 mod log;
+mod outlet;
 mod power;
 mod refusal;
 mod server;
@@ -22,6 +23,8 @@ mod sys;
 mod testing;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_relay;
 mod tmux;
 mod wire;
 

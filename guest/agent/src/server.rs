@@ -18,8 +18,11 @@ use crate::{
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 const DEFAULT_CWD: &str = "/workspace";
 
-/// Serves one stream.
-pub async fn handle(agent: Arc<Agent>, stream: yamux::Stream) {
+/// What programs get for a key: the real one is never in here.
+const DUMMY_KEY: &str = "keystate-held-outside";
+
+/// Serves one stream of the connection `connection`.
+pub async fn handle(agent: Arc<Agent>, stream: yamux::Stream, connection: u64) {
     let (mut reader, mut writer) = wire::split(stream);
     let request = match wire::read_request(&mut reader).await {
         Ok(request) => request,
@@ -31,15 +34,29 @@ pub async fn handle(agent: Arc<Agent>, stream: yamux::Stream) {
         Err(_) => return,
     };
     // A lost stream is the node's affair; nothing here can be answered any more.
-    let _ = dispatch(agent, request, reader, writer).await;
+    let _ = dispatch(agent, request, reader, writer, connection).await;
 }
 
-async fn dispatch(agent: Arc<Agent>, request: GuestRequest, reader: Reader, mut writer: Writer) -> io::Result<()> {
+async fn dispatch(
+    agent: Arc<Agent>,
+    request: GuestRequest,
+    reader: Reader,
+    mut writer: Writer,
+    connection: u64,
+) -> io::Result<()> {
     match request {
         GuestRequest::Hello { protocol } => finish(&mut writer, hello(protocol)).await,
         GuestRequest::Hook { kind, wall_unix_ns, entropy_hex, hostname, machine_id_hex } => {
             let wanted = hook::Wanted { kind, wall_unix_ns, entropy_hex, hostname, machine_id_hex };
-            finish(&mut writer, answer(hook::run(&agent, wanted).await)).await
+            let done = hook::run(&agent, wanted).await;
+            if done.is_ok() {
+                agent.outlet.go(connection);
+            }
+            finish(&mut writer, answer(done)).await
+        }
+        GuestRequest::RelayGo {} => {
+            agent.outlet.go(connection);
+            finish(&mut writer, GuestAnswer::Ok {}).await
         }
         GuestRequest::Freeze {} => finish(&mut writer, answer(freeze(&agent).await)).await,
         GuestRequest::Thaw {} => finish(&mut writer, answer(thaw(&agent))).await,
@@ -155,7 +172,37 @@ pub fn environment(agent: &Agent, account: &Account, term: Option<&str>) -> Vec<
     if let Some(term) = term {
         env.push(("TERM".into(), known_term(term, &account.home)));
     }
+    if agent.in_vm {
+        env.extend(gateway_environment());
+    }
     env
+}
+
+/// Where models and the rest of the world are, for programs that go by their usual variables.
+fn gateway_environment() -> impl Iterator<Item = (String, String)> {
+    let gateway = format!("http://127.0.0.1:{}", ks_relay::PORT);
+    let proxy = format!("http://127.0.0.1:{}", ks_relay::EGRESS_PORT);
+    let socks = format!("socks5h://127.0.0.1:{}", ks_relay::EGRESS_PORT);
+    let own = "127.0.0.1,localhost,::1";
+    [
+        ("OPENAI_BASE_URL", format!("{gateway}/openai/v1")),
+        ("OPENAI_API_BASE", format!("{gateway}/openai/v1")),
+        ("ANTHROPIC_BASE_URL", format!("{gateway}/anthropic")),
+        ("GOOGLE_GEMINI_BASE_URL", format!("{gateway}/gemini")),
+        ("OPENAI_API_KEY", DUMMY_KEY.into()),
+        ("ANTHROPIC_API_KEY", DUMMY_KEY.into()),
+        ("GEMINI_API_KEY", DUMMY_KEY.into()),
+        ("http_proxy", proxy.clone()),
+        ("https_proxy", proxy.clone()),
+        ("HTTP_PROXY", proxy.clone()),
+        ("HTTPS_PROXY", proxy),
+        ("ALL_PROXY", socks.clone()),
+        ("all_proxy", socks),
+        ("NO_PROXY", own.into()),
+        ("no_proxy", own.into()),
+    ]
+    .into_iter()
+    .map(|(name, value)| (name.to_owned(), value))
 }
 
 fn account_home(agent: &Agent) -> PathBuf {

@@ -14,6 +14,7 @@ use std::{
     io,
     path::Path,
     process::ExitCode,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -22,6 +23,8 @@ use ks_proto::guest::PORT_NAME;
 use crate::{agent::Agent, cgroup::UserCgroup, channel, log, power};
 
 const PORT_WAIT: Duration = Duration::from_secs(120);
+/// Open files of this process.
+const FILES_MAX: u64 = 8_192;
 
 /// Boots the guest and serves for ever.
 pub fn run() -> ExitCode {
@@ -61,6 +64,7 @@ async fn serve(cgroup: UserCgroup, began: Instant, rooted: Duration) -> String {
     let agent = Agent::in_vm(Some(cgroup));
     let reaping = agent.clone();
     tokio::spawn(async move { reaping.reaper.run().await });
+    listen(&agent).await;
     let port = match channel::find(PORT_NAME, PORT_WAIT).await {
         Ok(device) => channel::Port::open(&device).map_err(|e| format!("open {}: {e}", device.display())),
         Err(why) => Err(why.to_string()),
@@ -72,6 +76,29 @@ async fn serve(cgroup: UserCgroup, began: Instant, rooted: Duration) -> String {
     let (root, all) = (rooted.as_millis(), began.elapsed().as_millis());
     log::line(&format!("version {} serves; root disk after {root} ms, channel after {all} ms", env!("CARGO_PKG_VERSION")));
     format!("the guest channel failed: {}", channel::serve_framed(agent, port).await)
+}
+
+/// The gateway's and the egress proxy's ports for the session's programs.
+async fn listen(agent: &Arc<Agent>) {
+    use std::net::Ipv4Addr;
+    use tokio::net::TcpListener;
+    // One descriptor for each client and spooled body; programs get limits of their own.
+    let files = rustix::process::Rlimit { current: Some(FILES_MAX), maximum: Some(FILES_MAX) };
+    let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, files);
+    match TcpListener::bind((Ipv4Addr::LOCALHOST, ks_relay::PORT)).await {
+        Ok(listener) => {
+            let relay = agent.relay.clone();
+            tokio::spawn(async move { log::line(&format!("the relay ended: {}", relay.serve(listener).await)) });
+        }
+        Err(why) => log::line(&format!("no relay on port {}: {why}", ks_relay::PORT)),
+    }
+    match TcpListener::bind((Ipv4Addr::LOCALHOST, ks_relay::EGRESS_PORT)).await {
+        Ok(listener) => {
+            let relay = agent.relay.clone();
+            tokio::spawn(async move { log::line(&format!("the egress proxy ended: {}", relay.serve_egress(listener).await)) });
+        }
+        Err(why) => log::line(&format!("no egress proxy on port {}: {why}", ks_relay::EGRESS_PORT)),
+    }
 }
 
 fn host_name() -> io::Result<()> {

@@ -45,6 +45,7 @@ pub async fn run(agent: &Arc<Agent>, wanted: Wanted) -> Result<(), Refusal> {
     };
     if !agent.in_vm {
         agent.note_outside();
+        begin_timeline(agent, wanted.kind);
         return Ok(());
     }
     if !seed.is_empty() {
@@ -54,11 +55,21 @@ pub async fn run(agent: &Arc<Agent>, wanted: Wanted) -> Result<(), Refusal> {
     if let Some(identity) = identity {
         identity.apply(agent).map_err(|e| Refusal::io("take on the new identity", e))?;
     }
+    begin_timeline(agent, wanted.kind);
     match (wanted.kind, &agent.cgroup) {
         (HookKind::AfterPause, _) | (_, None) => Ok(()),
         (HookKind::Boot | HookKind::Resume | HookKind::Fork, Some(group)) => {
             group.thaw().map_err(|e| Refusal::io("thaw the user's processes", e))
         }
+    }
+}
+
+/// The relay's next calls belong to this run; the name is drawn from the renewed pool.
+fn begin_timeline(agent: &Agent, kind: HookKind) {
+    match kind {
+        HookKind::AfterPause => {}
+        HookKind::Boot | HookKind::Resume => agent.relay.restored(crate::agent::nonce(), false),
+        HookKind::Fork => agent.relay.restored(crate::agent::nonce(), true),
     }
 }
 
