@@ -204,7 +204,7 @@ pub async fn fork(ctx: &Ctx, a: args::Fork) -> Res<u8> {
     }
     let steer: Vec<(String, String)> = a.steer.iter().map(|s| steering_file(s)).collect::<Res<_>>()?;
     let node = Node::find(ctx)?;
-    let body = api::Fork { checkpoint: p.checkpoint, n: a.n, steer, names };
+    let body = api::Fork { checkpoint: p.checkpoint, n: a.n, steer, names, ..api::Fork::default() };
     let got: Value = node.call(&format!("/v1/sessions/{}/fork", p.session), &body, &mut ctx.bar()).await?;
     let children = children(got)?;
     ctx.result(&json!({"schema": "ks.fork.v1", "parent": p.session, "children": children}), || {
