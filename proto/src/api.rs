@@ -237,22 +237,24 @@ pub struct Interruption {
     pub checkpoint: u64,
     /// Milliseconds of guest work since that checkpoint, lost.
     pub lost_ms: u64,
-    /// What the time went into, when another node took over.
+    /// What the time went into.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parts: Option<InterruptionParts>,
 }
 
-/// A failover in parts, milliseconds. None is not known.
+/// An interruption in parts, milliseconds; lease, restore and hook come one after the other. None is not known, or was not: a VM
+/// that died alone had no lease to wait for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct InterruptionParts {
-    /// From the last grant of the old owner's lease until the leader called it lapsed.
+    /// From the last grant of the old owner's lease until the leader called it lapsed. A leader that took office meanwhile counts
+    /// from when it last heard of that node.
     pub lease_ms: Option<u64>,
-    /// From the leader's taking office until it may reassign; None when the leader did not change.
+    /// What of the lease was the wait of a new leader, from its taking office; None when the leader did not change.
     pub election_ms: Option<u64>,
-    /// From the new owner's learning of it until its VM was restored.
+    /// From the new owner's learning of it until its VM was restored, fetched data included.
     pub restore_ms: Option<u64>,
-    /// The restore hook in the guest.
+    /// From the guest's first word to the end of its restore hook.
     pub hook_ms: Option<u64>,
 }
 

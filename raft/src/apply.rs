@@ -29,6 +29,7 @@ impl FleetState {
             | Command::BeginRun { .. }
             | Command::Assign(_)
             | Command::AssignMany { .. }
+            | Command::AssignLapsed { .. }
             | Command::SetWanted { .. }
             | Command::SetCommand { .. }
             | Command::SetPolicy { .. }
@@ -66,8 +67,9 @@ impl FleetState {
         match command {
             Command::CreateSession { .. } => self.create(command),
             Command::BeginRun { id, from, expected_epoch, node } => self.begin_run(id, from, expected_epoch, node),
-            Command::Assign(assignment) => self.assign(assignment),
-            Command::AssignMany { moves } => self.assign_many(moves),
+            Command::Assign(assignment) => self.assign(assignment, None),
+            Command::AssignMany { moves } => self.assign_many(moves, None),
+            Command::AssignLapsed { moves, lapse } => self.assign_many(moves, Some(lapse)),
             Command::SetReplicas { session, expected_epoch, replicas } => self.set_replicas(session, expected_epoch, replicas),
             Command::SetCopies { session, copies } => self.set_copies(session, copies),
             Command::SetWanted { id, wanted, reason } => self.edit(id, |s| (s.wanted, s.reason) = (wanted, reason)),

@@ -17,7 +17,7 @@ use crate::command::{Assignment, Response};
 use crate::error::Refusal;
 use crate::fleet::{Durability, Member, MemberState};
 use crate::limits::{COPIES_MAX, MOVES_MAX};
-use crate::record::{CheckpointRecord, Lost, SessionRecord};
+use crate::record::{CheckpointRecord, Lapse, Lost, SessionRecord};
 use crate::state::FleetState;
 use ks_proto::{CheckpointId, RunToken, SessionId};
 
@@ -69,7 +69,7 @@ impl FleetState {
         found.map(Some).ok_or_else(|| Refusal::NothingToRestore { name: s.name.to_string() })
     }
 
-    pub(crate) fn assign(&mut self, a: Assignment) -> Outcome {
+    pub(crate) fn assign(&mut self, a: Assignment, lapse: Option<Lapse>) -> Outcome {
         let s = self.sessions.get(&a.id).filter(|s| !s.tombstone).ok_or(Refusal::NoSession { id: a.id })?;
         s.expect_epoch(a.expected_epoch)?;
         self.check_target(a.to)?;
@@ -91,16 +91,17 @@ impl FleetState {
             s.replicas.truncate(usize::from(COPIES_MAX));
         }
         if a.from_lapsed {
-            s.lost.get_or_insert(Lost { at_unix_ms: a.now_unix_ms, cause: a.cause });
+            let at_unix_ms = lapse.map_or(a.now_unix_ms, |l| l.seen_unix_ms);
+            s.lost.get_or_insert(Lost { at_unix_ms, cause: a.cause, lapse });
         }
         Ok(Response::Token { token: s.token })
     }
 
-    pub(crate) fn assign_many(&mut self, moves: Vec<Assignment>) -> Outcome {
+    pub(crate) fn assign_many(&mut self, moves: Vec<Assignment>, lapse: Option<Lapse>) -> Outcome {
         if moves.len() > MOVES_MAX {
             return Err(Refusal::TooMany { what: "moves in one entry".into(), limit: MOVES_MAX as u64 });
         }
-        let one = |a| self.assign(a).unwrap_or_else(|refusal| Response::Refused { refusal });
+        let one = |a| self.assign(a, lapse).unwrap_or_else(|refusal| Response::Refused { refusal });
         Ok(Response::Many { answers: moves.into_iter().map(one).collect() })
     }
 

@@ -2,7 +2,7 @@
 
 use crate::error::Refusal;
 use crate::fleet::{FleetPolicy, Member, MemberState, Role};
-use crate::record::{GoldenRecord, ImageRecord, Lost, SessionParams, Wanted};
+use crate::record::{GoldenRecord, ImageRecord, Lapse, Lost, SessionParams, Wanted};
 use ks_proto::api::{Checkpoint, ForkPoint, Interruption};
 use ks_proto::{CheckpointId, FleetId, RunToken, SessionId, SessionName};
 use serde::{Deserialize, Serialize};
@@ -82,6 +82,8 @@ pub enum Command {
     /// Up to [`crate::limits::MOVES_MAX`] sessions move in one entry. Answered with [`Response::Many`], in order; one that
     /// is refused does not hinder the others.
     AssignMany { moves: Vec<Assignment> },
+    /// As `AssignMany`, for the sessions of one node whose lease ended: how it ended is kept with them.
+    AssignLapsed { moves: Vec<Assignment>, lapse: Lapse },
     /// All tokens so far become stale (a fleet that lost its quorum was recovered).
     RaiseGeneration {},
     /// What the owner wants, and why.

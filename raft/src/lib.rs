@@ -22,7 +22,7 @@ pub use command::{Assignment, Command, MemberChange, Response};
 pub use error::Refusal;
 pub use fleet::{Durability, FleetPolicy, Member, MemberState, Role, TokenRecord, UserRecord};
 pub use proposal::{Applied, Proposal, ProposalId};
-pub use record::{CheckpointRecord, GoldenRecord, ImageRecord, Lost, SessionParams, SessionRecord, Wanted};
+pub use record::{CheckpointRecord, GoldenRecord, ImageRecord, Lapse, Lost, SessionParams, SessionRecord, Wanted};
 pub use sessions::SessionMap;
 pub use state::FleetState;
 

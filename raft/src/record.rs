@@ -47,6 +47,20 @@ pub struct Lost {
     pub at_unix_ms: u64,
     /// Why.
     pub cause: String,
+    /// How its node's lease ended, when that is why.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lapse: Option<Lapse>,
+}
+
+/// How a node's lease ended, as the leader that called it lapsed knows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lapse {
+    /// The last grant; when this leader granted none, when the node was last heard of. Unix milliseconds by the leader's clock.
+    pub seen_unix_ms: u64,
+    /// From there to the lapse, milliseconds.
+    pub lease_ms: u64,
+    /// What of it was this leader's own wait since it took office, milliseconds; None when it led all the while.
+    pub election_ms: Option<u64>,
 }
 
 /// One checkpoint of a session.

@@ -59,10 +59,9 @@ struct Kills {
     recovered: u32,
     lost_durable: u32,
     away: Samples,
-    /// Kill to assignment, when the killed host did not lead and when it did: its lease, and the election with the new
-    /// leader's wait.
+    /// Kill to lapse, when the killed host did not lead and when it did: its lease, and the election with the new leader's wait.
     reassigned: [Samples; 2],
-    /// Assignment to a guest whose restore hook has answered, by the new owner's clock.
+    /// Lapse to a guest whose restore hook has answered.
     restored: Samples,
     /// The rest: from there to the client's answer.
     reached: Samples,
@@ -229,10 +228,13 @@ fn kill_once(lab: &Lab, o: &Options, dice: &mut Dice, leads: bool, k: &mut Kills
         let s = json(&["show", &name])?;
         let i = &s["last_interruption"];
         if let (Some(at), Some(ready)) = (i["at_unix_ms"].as_u64(), i["ready_ms"].as_u64()) {
-            let assigned = at.saturating_sub(killed_unix_ms) as f64 / 1000.0;
-            k.reassigned[usize::from(led)].push(assigned);
-            k.restored.push(ready as f64 / 1000.0);
-            k.reached.push((away - assigned - ready as f64 / 1000.0).max(0.0));
+            // The interruption counts from the last grant of the owner's lease, which was before the kill.
+            let lease = i["parts"]["lease_ms"].as_u64().unwrap_or(0).min(ready);
+            let lapsed = (at + lease).saturating_sub(killed_unix_ms) as f64 / 1000.0;
+            let restored = (ready - lease) as f64 / 1000.0;
+            k.reassigned[usize::from(led)].push(lapsed);
+            k.restored.push(restored);
+            k.reached.push((away - lapsed - restored).max(0.0));
         }
         for (part, samples) in PARTS.iter().zip(&mut k.parts) {
             if let Some(ms) = s["last_interruption"]["parts"][*part].as_f64() {

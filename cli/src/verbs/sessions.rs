@@ -9,7 +9,7 @@ use crate::human;
 use crate::output::{Ctx, with_schema};
 use crate::table::{Align, Table, clean};
 use crate::target;
-use ks_proto::api::{Checkpoint, Session, SessionState};
+use ks_proto::api::{Checkpoint, InterruptionParts, Session, SessionState};
 use serde_json::{Value, json};
 
 /// Characters of a reason; what is longer is in `ks events` and `--json`.
@@ -150,11 +150,25 @@ fn facts(s: &Session, now: u64) -> String {
                 human::millis(i.lost_ms)
             ),
         ));
+        if let Some(parts) = i.parts.as_ref().and_then(parts) {
+            all.push(("its parts", parts));
+        }
     }
     if let Some(p) = s.vmm_pid {
         all.push(("vmm process", p.to_string()));
     }
     all.iter().map(|(k, v)| format!("{k:<12} {v}\n")).collect()
+}
+
+/// What the time of an interruption went into; None when nothing of it is known.
+fn parts(p: &InterruptionParts) -> Option<String> {
+    let lease = p.lease_ms.map(|ms| match p.election_ms {
+        Some(new) => format!("lease {} ({} of it a new leader's wait)", human::millis(ms), human::millis(new)),
+        None => format!("lease {}", human::millis(ms)),
+    });
+    let one = |name: &str, ms: Option<u64>| ms.map(|ms| format!("{name} {}", human::millis(ms)));
+    let all: Vec<String> = [lease, one("restore", p.restore_ms), one("hook", p.hook_ms)].into_iter().flatten().collect();
+    (!all.is_empty()).then(|| all.join(", "))
 }
 
 /// Parks, wakes or stops each of the sessions.

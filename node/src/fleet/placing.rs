@@ -8,7 +8,7 @@ use crate::node::Node;
 use crate::progress::Steps;
 use ks_fleet::placement::{Cause, Effect, Input, Placer};
 use ks_proto::SessionId;
-use ks_raft::{Assignment, Command, Response, Wanted};
+use ks_raft::{Assignment, Command, Lapse, Response, Wanted};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -28,6 +28,8 @@ pub enum Notice {
         node: u64,
         /// Term.
         term: u64,
+        /// How it ended.
+        lapse: Lapse,
     },
     /// It asks for it again.
     Returning {
@@ -69,7 +71,8 @@ pub async fn run(node: Weak<Node>, mut rx: mpsc::Receiver<Notice>) {
     else {
         return;
     };
-    let mut task = Task { placer: Placer::new(), term: None, held: BTreeSet::new(), told: BTreeMap::new() };
+    let mut task =
+        Task { placer: Placer::new(), term: None, held: BTreeSet::new(), told: BTreeMap::new(), lapses: BTreeMap::new() };
     let mut tick = tokio::time::interval(TICK);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
@@ -100,6 +103,8 @@ struct Task {
     held: BTreeSet<u64>,
     /// What people were told last of each session that waits.
     told: BTreeMap<SessionId, String>,
+    /// How the leases ended that are over in this term.
+    lapses: BTreeMap<u64, Lapse>,
 }
 
 impl Task {
@@ -114,6 +119,7 @@ impl Task {
         let mut out = Vec::new();
         if term != self.term {
             self.term = term;
+            self.lapses.clear();
             out.extend(match term {
                 Some(term) => self.placer.step(now, &view, Input::BecameLeader { term }),
                 None => self.placer.step(now, &view, Input::Deposed),
@@ -122,8 +128,9 @@ impl Task {
         match notice {
             Some(Notice::Held(held)) => self.held = held,
             Some(n) => {
-                if let Notice::Lapsed { node: lapsed, .. } = n {
+                if let Notice::Lapsed { node: lapsed, lapse, .. } = n {
                     self.held.remove(&lapsed);
+                    self.lapses.insert(lapsed, lapse);
                     // Candidates as they are now, before anything is placed.
                     out.extend(self.nodes(node, now, &view));
                     let name = node.fleet.name_of(lapsed);
@@ -147,7 +154,10 @@ impl Task {
 
     fn perform(&mut self, node: &Arc<Node>, effect: Effect) {
         match effect {
-            Effect::Assign { moves, from, cause, term } => assign(node, moves, from, cause, term),
+            Effect::Assign { moves, from, cause, term } => {
+                let lapse = self.lapses.get(&from).copied().filter(|_| cause == Cause::Lapsed);
+                assign(node, moves, (from, cause, lapse), term);
+            }
             Effect::HandOver { session, from, to, expected_epoch } => hand_over(node, session, from, to, expected_epoch),
             Effect::GiveUp { session, expected_epoch: _, reason } => {
                 let node = node.clone();
@@ -171,7 +181,7 @@ impl Task {
 
 fn input(n: Notice) -> Input {
     match n {
-        Notice::Lapsed { node, term } => Input::Lapsed { node, term },
+        Notice::Lapsed { node, term, lapse: _ } => Input::Lapsed { node, term },
         Notice::Returning { node } => Input::Returning { node },
         Notice::StartFailed { session, epoch, node, reason } => Input::StartFailed { session, epoch, node, reason },
         Notice::Started { session, epoch } => Input::Started { session, epoch },
@@ -181,7 +191,7 @@ fn input(n: Notice) -> Input {
 }
 
 /// One entry with all moves, proposed here and in this term only.
-fn assign(node: &Arc<Node>, moves: Vec<ks_fleet::placement::Move>, from: u64, cause: Cause, term: u64) {
+fn assign(node: &Arc<Node>, moves: Vec<ks_fleet::placement::Move>, (from, cause, lapse): (u64, Cause, Option<Lapse>), term: u64) {
     let name = node.fleet.name_of(from);
     let words = match cause {
         Cause::Lapsed => format!("{name} was lost"),
@@ -201,7 +211,11 @@ fn assign(node: &Arc<Node>, moves: Vec<ks_fleet::placement::Move>, from: u64, ca
         .collect();
     let node = node.clone();
     tokio::spawn(async move {
-        let done = node.fleet.consensus().propose_in_term(term, Command::AssignMany { moves: list }).await;
+        let command = match lapse {
+            Some(lapse) => Command::AssignLapsed { moves: list, lapse },
+            None => Command::AssignMany { moves: list },
+        };
+        let done = node.fleet.consensus().propose_in_term(term, command).await;
         let answers = match done {
             Ok((_, Response::Many { answers })) => answers,
             Ok(_) => vec![],

@@ -3,10 +3,10 @@
 
 use super::placing::Notice;
 use super::{Fleet, wire};
-use crate::host::clock::boottime_ms;
+use crate::host::clock::{boottime_ms, unix_ms};
 use crate::node::Node;
 use ks_fleet::lease::{Answer, Granter, GranterEffect, GranterInput, Holder, HolderEffect, HolderInput, Reason, Tracked};
-use ks_raft::{Command, FleetState, MemberChange};
+use ks_raft::{Command, FleetState, Lapse, MemberChange};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -72,6 +72,8 @@ pub async fn run(node: Weak<Node>, fleet: Arc<Fleet>, mut rx: mpsc::Receiver<Mes
         holder,
         granter,
         requests: BTreeMap::new(),
+        granted: BTreeMap::new(),
+        led_since: 0,
         next_request: 0,
         term: None,
         held: BTreeSet::new(),
@@ -112,7 +114,10 @@ struct Task {
     fleet: Arc<Fleet>,
     holder: Holder,
     granter: Granter,
-    requests: BTreeMap<u64, oneshot::Sender<Answer>>,
+    requests: BTreeMap<u64, (u64, oneshot::Sender<Answer>)>,
+    /// When this node as leader granted each node's lease last, and since when it leads; boot time, ms.
+    granted: BTreeMap<u64, u64>,
+    led_since: u64,
     next_request: u64,
     /// The term in which this node leads, as told to the granter.
     term: Option<u64>,
@@ -138,7 +143,7 @@ impl Task {
         match message {
             Message::Renewal { node, incarnation, reply } => {
                 self.next_request += 1;
-                self.requests.insert(self.next_request, reply);
+                self.requests.insert(self.next_request, (node, reply));
                 self.grant(GranterInput::Renewal { node, incarnation, request: self.next_request });
             }
             Message::Answered { seq, answer } => self.hold(HolderInput::Answer { seq, answer }),
@@ -171,6 +176,8 @@ impl Task {
         match (l.me.then_some(l.term), self.term) {
             (Some(term), now) if now != Some(term) => {
                 self.term = Some(term);
+                self.granted.clear();
+                self.led_since = boottime_ms();
                 self.grant(GranterInput::Members(tracked(&self.fleet.state())));
                 self.grant(GranterInput::BecameLeader { term });
             }
@@ -262,7 +269,10 @@ impl Task {
                     });
                 }
                 GranterEffect::Answer { request, answer } => {
-                    if let Some(reply) = self.requests.remove(&request) {
+                    if let Some((node, reply)) = self.requests.remove(&request) {
+                        if matches!(answer, Answer::Granted { .. }) {
+                            self.granted.insert(node, boottime_ms());
+                        }
                         let _ = reply.send(answer);
                     }
                 }
@@ -282,17 +292,34 @@ impl Task {
                     });
                 }
                 GranterEffect::Returning { node } => self.fleet.placing_mail(Notice::Returning { node }),
-                GranterEffect::Lapse { node, term } => self.fleet.placing_mail(Notice::Lapsed { node, term }),
+                GranterEffect::Lapse { node, term } => {
+                    let heard_ms = self.fleet.seen_ms_ago(node);
+                    let lapse =
+                        how_it_ended(boottime_ms(), unix_ms(), self.granted.get(&node).copied(), self.led_since, heard_ms);
+                    self.fleet.placing_mail(Notice::Lapsed { node, term, lapse });
+                }
             }
         }
         // A caller that went away needs no answer.
-        self.requests.retain(|_, r| !r.is_closed());
+        self.requests.retain(|_, (_, r)| !r.is_closed());
         let held: BTreeSet<u64> = self.granter.held(boottime_ms()).collect();
         if held != self.held {
             self.held.clone_from(&held);
             self.fleet.placing_mail(Notice::Held(held));
         }
     }
+}
+
+/// How a node's lease ended, for people: `granted` and `led_since` are boot times, `heard_ms` is how long ago gossip brought the
+/// node's last word.
+fn how_it_ended(now: u64, now_unix: u64, granted: Option<u64>, led_since: u64, heard_ms: Option<u64>) -> Lapse {
+    let led_ms = now.saturating_sub(led_since);
+    let lease_ms = match granted {
+        Some(at) => now.saturating_sub(at),
+        None => heard_ms.unwrap_or(0).max(led_ms),
+    };
+    let election_ms = granted.is_none().then_some(led_ms);
+    Lapse { seen_unix_ms: now_unix.saturating_sub(lease_ms), lease_ms, election_ms }
 }
 
 /// All nodes whose lease matters: members, and those that left while sessions were theirs. A lone node needs none.
@@ -313,4 +340,21 @@ fn tracked(state: &FleetState) -> BTreeMap<u64, Tracked> {
 /// Not the leader, in the words of a renewal's answer.
 pub fn not_leader() -> Answer {
     Answer::Refused { term: 0, reason: Reason::NotLeader }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::how_it_ended;
+
+    #[test]
+    fn a_lapse_is_told_from_the_last_grant_or_the_last_word() {
+        let told = |granted, led_since, heard| {
+            let l = how_it_ended(100_000, 1_000_000, granted, led_since, heard);
+            (l.seen_unix_ms, l.lease_ms, l.election_ms)
+        };
+        assert_eq!(told(Some(96_700), 5_000, Some(900)), (996_700, 3_300, None), "the same leader all the while");
+        assert_eq!(told(None, 96_700, Some(4_100)), (995_900, 4_100, Some(3_300)), "a new leader, that heard of it before");
+        assert_eq!(told(None, 96_700, None), (996_700, 3_300, Some(3_300)), "a new leader that never heard of it");
+        assert_eq!(told(None, 96_700, Some(50)), (996_700, 3_300, Some(3_300)), "it spoke on and had no lease");
+    }
 }

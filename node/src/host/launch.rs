@@ -51,7 +51,7 @@ fn sink(node: &Node, id: SessionId, token: RunToken) -> Sink {
 }
 
 /// Restores `from` as run `token` and brings the guest to where it counts as ready: it answers, a fork's child has its
-/// files, and the restore hook is done.
+/// files, and the restore hook is done. Gives the VM and how long that last part took, from its first word on.
 ///
 /// # Errors
 /// What failed; then nothing of that run is left.
@@ -62,14 +62,15 @@ pub async fn launch_session(
     from: Head,
     verify_eager: bool,
     steer: &Steer,
-) -> Result<LiveVm, ApiError> {
+) -> Result<(LiveVm, Duration), ApiError> {
     let gone = || ApiError::new("not-found", "the session is gone", "it was removed meanwhile", "ks ls");
     let record = node.state.read().sessions.get(&id).cloned().ok_or_else(gone)?;
     fetch::ensure_start(node, id, token, from.id).await?;
     let dir = run_dir(node, id, token);
     let vm = launch(&node.supply, &dir, &spec(node, &record, token, from.id, verify_eager), sink(node, id, token)).await?;
+    let restored = tokio::time::Instant::now();
     match make_ready(&vm, &record, from.kind, steer).await {
-        Ok(()) => Ok(vm),
+        Ok(()) => Ok((vm, restored.elapsed())),
         Err(e) => {
             vm.kill();
             Err(e)

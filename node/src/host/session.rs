@@ -8,9 +8,9 @@ use super::vm::{LiveVm, is_final};
 use crate::fleet::placing::{self, Notice};
 use crate::node::{Node, head_of, policy_of};
 use crate::session::{Answer, AskId, Effect, Input, Job, Link, Machine, Request, next_older};
-use ks_proto::api::{ApiError, Interruption, SessionState};
+use ks_proto::api::{ApiError, Interruption, InterruptionParts, SessionState};
 use ks_proto::{CheckpointId, RunToken, SessionId};
-use ks_raft::{Command, Lost, Response, SessionRecord, Wanted};
+use ks_raft::{Command, Lapse, Lost, Response, SessionRecord, Wanted};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
@@ -42,7 +42,8 @@ pub struct View {
 enum Message {
     Input(Input),
     Ask(Request, oneshot::Sender<Result<Answer, ApiError>>),
-    Launched(Arc<LiveVm>),
+    /// A VM, and how long its restore hook took; None when it was running already.
+    Launched(Arc<LiveVm>, Option<Duration>),
 }
 
 /// The way to one session's machine.
@@ -128,6 +129,8 @@ pub fn start(node: &Arc<Node>, record: &SessionRecord, state: SessionState, firs
         steer: Arc::new(steer),
         run_token: record.token,
         epoch: record.token.epoch,
+        since: tokio::time::Instant::now(),
+        back: None,
     };
     let node = node.clone();
     let record = record.clone();
@@ -165,7 +168,7 @@ async fn resume(node: &Arc<Node>, r: &SessionRecord, state: SessionState, tx: &m
     }
     match launch::adopt(node, r, &keep).await {
         Ok(vm) => {
-            let _ = tx.send(Message::Launched(Arc::new(vm))).await;
+            let _ = tx.send(Message::Launched(Arc::new(vm), None)).await;
             Some(Input::Adopted)
         }
         Err(why) => {
@@ -211,6 +214,10 @@ struct Actor {
     steer: Arc<Steer>,
     run_token: RunToken,
     epoch: u64,
+    /// When this node learned that the session has to be brought up.
+    since: tokio::time::Instant,
+    /// From there to a restored VM, and what its hook took.
+    back: Option<(Duration, Duration)>,
 }
 
 impl Actor {
@@ -223,7 +230,7 @@ impl Actor {
                 m = rx.recv() => match m {
                     None => return,
                     Some(Message::Input(i)) => i,
-                    Some(Message::Launched(vm)) => { self.launched(vm); continue }
+                    Some(Message::Launched(vm, hook)) => { self.launched(vm, hook); continue }
                     Some(Message::Ask(request, tx)) => {
                         let ask = self.next_ask;
                         self.next_ask += 1;
@@ -259,7 +266,8 @@ impl Actor {
         busy.then_some(Input::Activity)
     }
 
-    fn launched(&mut self, vm: Arc<LiveVm>) {
+    fn launched(&mut self, vm: Arc<LiveVm>, hook: Option<Duration>) {
+        self.back = hook.map(|hook| (self.since.elapsed().saturating_sub(hook), hook));
         let (mut ended, token, tx) = (vm.ended.clone(), vm.token, self.tx.clone());
         self.run_token = token;
         self.view.send_modify(|v| v.vm = Some(vm.clone()));
@@ -320,9 +328,9 @@ impl Actor {
                 let (node, id, tx, steer) = (node.clone(), self.id, self.tx.clone(), self.steer.clone());
                 self.spawn_input(async move {
                     match launch::launch_session(&node, id, token, from, verify_eager, &steer).await {
-                        Ok(vm) => {
+                        Ok((vm, hook)) => {
                             if let Some(tx) = tx.upgrade() {
-                                let _ = tx.send(Message::Launched(Arc::new(vm))).await;
+                                let _ = tx.send(Message::Launched(Arc::new(vm), Some(hook))).await;
                             }
                             Input::Ready { token }
                         }
@@ -345,7 +353,8 @@ impl Actor {
                 self.record_it(node, Command::SetWanted { id: self.id, wanted, reason }).await;
             }
             Effect::NoteLost { cause } => {
-                let lost = Lost { at_unix_ms: clock::unix_ms(), cause };
+                self.since = tokio::time::Instant::now();
+                let lost = Lost { at_unix_ms: clock::unix_ms(), cause, lapse: None };
                 self.record_it(node, Command::NoteLost { id: self.id, lost }).await;
             }
             Effect::NoteBack { from } => self.note_back(node, from).await,
@@ -446,7 +455,7 @@ impl Actor {
             ready_ms: clock::unix_ms().saturating_sub(lost.at_unix_ms),
             checkpoint,
             lost_ms: lost.at_unix_ms.saturating_sub(taken_ms),
-            parts: None,
+            parts: Some(parts(lost.lapse, self.back)),
         };
         let text = format!(
             "back after {} ms from c{}, {} ms of work lost ({})",
@@ -455,6 +464,17 @@ impl Actor {
         self.record_it(node, Command::NoteBack { id: self.id, interruption }).await;
         let (state, name) = (node.state.clone(), self.name.clone());
         let _ = tokio::task::spawn_blocking(move || state.event(&name, "recovered", &text)).await;
+    }
+}
+
+/// What the time of an interruption went into.
+fn parts(lapse: Option<Lapse>, back: Option<(Duration, Duration)>) -> InterruptionParts {
+    let ms = |d: Duration| u64::try_from(d.as_millis()).unwrap_or(u64::MAX);
+    InterruptionParts {
+        lease_ms: lapse.map(|l| l.lease_ms),
+        election_ms: lapse.and_then(|l| l.election_ms),
+        restore_ms: back.map(|b| ms(b.0)),
+        hook_ms: back.map(|b| ms(b.1)),
     }
 }
 

@@ -138,7 +138,7 @@ pub async fn kill_both(node: &Arc<Node>, name: &str) -> Result<Session, ApiError
         return Err(ApiError::new("never-checkpointed", "the VM is not killed", "the session would lose everything", next));
     }
     node.ending.store(true, Ordering::Release);
-    let lost = Lost { at_unix_ms: crate::host::clock::unix_ms(), cause: "VM and node killed by request".into() };
+    let lost = Lost { at_unix_ms: crate::host::clock::unix_ms(), cause: "VM and node killed by request".into(), lapse: None };
     super::create::apply(node, ks_raft::Command::NoteLost { id: record.id, lost }).await?;
     vm.kill();
     describe::by_id(node, &record.id)

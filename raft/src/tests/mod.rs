@@ -213,11 +213,12 @@ fn an_image_in_use_is_refused_and_a_replaced_one_lives_until_its_last_session() 
 
 #[test]
 fn a_loss_keeps_its_first_cause_until_the_session_is_back() {
-    let lost = |at_unix_ms, cause: &str| Command::NoteLost { id: sid(1), lost: Lost { at_unix_ms, cause: cause.into() } };
+    let lost =
+        |at_unix_ms, cause: &str| Command::NoteLost { id: sid(1), lost: Lost { at_unix_ms, cause: cause.into(), lapse: None } };
     let interruption =
         Interruption { at_unix_ms: 3, cause: "killed".into(), ready_ms: 9, checkpoint: 1, lost_ms: 2, parts: None };
     let mut s = check(vec![(create(1, "a", None), ""), (lost(3, "killed"), "done"), (lost(4, "gone"), "done")]);
-    assert_eq!(s.sessions[&sid(1)].lost, Some(Lost { at_unix_ms: 3, cause: "killed".into() }));
+    assert_eq!(s.sessions[&sid(1)].lost, Some(Lost { at_unix_ms: 3, cause: "killed".into(), lapse: None }));
     s.apply(Command::NoteBack { id: sid(1), interruption });
     assert_eq!(s.sessions[&sid(1)].lost, None);
 }
