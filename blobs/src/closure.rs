@@ -33,6 +33,7 @@ impl Store {
         let segments: BTreeSet<ChunkId> =
             m.memory.segments.iter().chain(&m.disk.segments).filter(|s| !s.is_zero()).copied().collect();
         let mut needs: Vec<Need> = m.state.iter().map(|id| (*id, ObjectKind::State)).collect();
+        self.fill(&segments.iter().map(|id| (*id, ObjectKind::Segment)).collect::<Vec<_>>(), keys);
         for id in segments {
             needs.push((id, ObjectKind::Segment));
             let refs = self.segment(&id, keys)?;
@@ -71,12 +72,18 @@ impl Store {
                 let packs = check(&s.index, id, &m, &needs, keys)?;
                 self.plan_of(s, &needs, &packs, keys)
             },
+            &needs,
             keys,
         )
     }
 
     /// Runs `attempt` under the read lock; mends what it lacks and tries again, until it has no gap or one that stays.
-    fn complete<T>(self: &Arc<Self>, attempt: impl Fn(&State) -> Result<T, Gap>, keys: &KeyRing) -> Result<T, StoreError> {
+    fn complete<T>(
+        self: &Arc<Self>,
+        attempt: impl Fn(&State) -> Result<T, Gap>,
+        needs: &[Need],
+        keys: &KeyRing,
+    ) -> Result<T, StoreError> {
         loop {
             let gap = match attempt(&self.state()) {
                 Ok(done) => return Ok(done),
@@ -84,7 +91,10 @@ impl Store {
             };
             match gap {
                 Gap::Error(e) => return Err(e),
-                Gap::Object((id, kind)) => drop(self.obtain(&id, Some(kind), keys, None)?),
+                Gap::Object((id, kind)) => {
+                    self.fill(needs, keys);
+                    drop(self.obtain(&id, Some(kind), keys, None)?);
+                }
                 Gap::Pack(no) if self.refetch_pack(no) => {}
                 Gap::Pack(no) => {
                     let mut s = self.state_mut();
@@ -144,14 +154,17 @@ impl Store {
             match gap {
                 Gap::Error(e) => return Err(e),
                 Gap::Pack(_) => unreachable!("a check opens no files"),
-                Gap::Object((object, kind)) => match self.obtain(&object, Some(kind), keys, None) {
-                    Ok(_) => {}
-                    Err(StoreError::Lost { why, .. }) => {
-                        let needed_by = format!("the manifest {} to commit", id.short());
-                        return Err(StoreError::Missing { what: what_of(kind), id: object, needed_by, why });
+                Gap::Object((object, kind)) => {
+                    self.fill(&needs, keys);
+                    match self.obtain(&object, Some(kind), keys, None) {
+                        Ok(_) => {}
+                        Err(StoreError::Lost { why, .. }) => {
+                            let needed_by = format!("the manifest {} to commit", id.short());
+                            return Err(StoreError::Missing { what: what_of(kind), id: object, needed_by, why });
+                        }
+                        Err(e) => return Err(e),
                     }
-                    Err(e) => return Err(e),
-                },
+                }
             }
         }
     }

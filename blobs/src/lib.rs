@@ -11,6 +11,7 @@ mod index;
 mod ingest;
 mod keys;
 mod load;
+mod mend;
 mod peers;
 mod pins;
 mod read;

@@ -22,6 +22,10 @@ pub struct FetchedObject {
 pub trait PeerSource: Send + Sync {
     /// The object from some peer, if one has it.
     fn fetch_object(&self, id: &ChunkId) -> Option<FetchedObject>;
+    /// Many objects from peers: those that one has, in any order. Whoever asks bounds how many.
+    fn fetch_objects(&self, ids: &[ChunkId]) -> Vec<(ChunkId, FetchedObject)> {
+        ids.iter().filter_map(|id| Some((*id, self.fetch_object(id)?))).collect()
+    }
     /// The manifest's bytes from some peer, if one has it.
     fn fetch_manifest(&self, id: &CheckpointId) -> Option<Vec<u8>>;
     /// A whole pack's bytes from some peer, if one has it under this name. Asked when a pack is gone or damaged as a whole.

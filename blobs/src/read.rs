@@ -87,6 +87,10 @@ impl Store {
             Here::Found(found) => return Ok(found),
             Here::Gone(last) => last,
         };
+        self.mend_around(id, keys)?;
+        if let Here::Found(found) = self.obtain_here(id, kind, keys, None)? {
+            return Ok(found);
+        }
         if let Some(found) = self.peers().fetch_object(id) {
             return self.repair(id, kind, keys, found);
         }

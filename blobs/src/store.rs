@@ -93,6 +93,8 @@ pub struct Store {
     peers: RwLock<Arc<dyn PeerSource>>,
     pub(crate) segments: Mutex<SegmentCache>,
     pub(crate) collecting: Mutex<()>,
+    /// Packs that are being mended, and when that was tried last: who finds another damaged object in one waits, and has it then.
+    pub(crate) mending: Mutex<BTreeMap<PackNo, Arc<Mutex<Option<u64>>>>>,
     /// Held while a name of `packs/` or `manifests/` and its entry in `state` change together; taken before `state`.
     naming: Mutex<()>,
     warnings: Vec<String>,
@@ -146,6 +148,7 @@ impl Store {
             peers: RwLock::new(Arc::new(NoPeers)),
             segments: Mutex::new(SegmentCache::default()),
             collecting: Mutex::new(()),
+            mending: Mutex::default(),
             naming: Mutex::new(()),
             warnings,
             _lock: lock,
@@ -163,6 +166,7 @@ impl Store {
     /// Where objects and manifests come from when the copy here is damaged or gone.
     pub fn set_peers(&self, peers: Arc<dyn PeerSource>) {
         *self.peers.write().unwrap_or_else(PoisonError::into_inner) = peers;
+        self.mending.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
     pub(crate) fn peers(&self) -> Arc<dyn PeerSource> {
         self.peers.read().unwrap_or_else(PoisonError::into_inner).clone()

@@ -6,13 +6,9 @@ use crate::keys::KeyRing;
 use crate::load::read_all;
 use crate::read::{Spot, spot};
 use crate::store::{Store, THIS_NODE};
-use crate::upload::Upload;
 use ks_proto::ids::{CheckpointId, ChunkId, PackId};
 use ks_proto::pack::PACK_BYTES_MAX;
 use std::sync::Arc;
-
-/// Objects that are fetched before they are stored, to mend a pack: 16 MiB of chunks.
-const MEND_AT_ONCE: usize = 256;
 
 /// What [`Store::verify`] read and found.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -46,7 +42,9 @@ impl Store {
     pub fn verify(self: &Arc<Self>, id: &CheckpointId, keys: &KeyRing) -> Result<VerifyReport, StoreError> {
         let m = self.manifest(id)?;
         let mut report = VerifyReport::default();
-        for (object, kind) in self.closure(&m, keys)? {
+        let needs = self.closure(&m, keys)?;
+        self.fill(&needs, keys);
+        for (object, kind) in needs {
             match self.obtain(&object, Some(kind), keys, None) {
                 Ok(found) => {
                     report.objects += 1;
@@ -81,39 +79,6 @@ impl Store {
         let faults = if intact { Vec::new() } else { self.faults_in(no, keys)? };
         let repaired = if intact { Vec::new() } else { self.mend(no, &faults, keys) };
         Ok(ScrubStep { pack: Some(id), bytes, faults, repaired })
-    }
-
-    /// Asks peers for a damaged pack, then for what is damaged in it. Returns what is here again.
-    fn mend(self: &Arc<Self>, no: PackNo, faults: &[ObjectFault], keys: &KeyRing) -> Vec<ChunkId> {
-        if self.refetch_pack(no) {
-            return faults.iter().map(|f| f.chunk).collect();
-        }
-        let peers = self.peers();
-        let mut mended = Vec::new();
-        for some in faults.chunks(MEND_AT_ONCE) {
-            let got: Vec<_> = some.iter().filter_map(|f| Some((f.chunk, peers.fetch_object(&f.chunk)?))).collect();
-            if !got.is_empty() && self.store_objects(&got, keys, None).is_ok() {
-                mended.extend(got.iter().map(|(id, _)| *id));
-            }
-        }
-        mended
-    }
-
-    /// Puts a peer's copy of a pack in the place of ours, verified. False if no peer has it or the disk refuses.
-    pub(crate) fn refetch_pack(self: &Arc<Self>, no: PackNo) -> bool {
-        let Some((id, domain)) = self.state().index.pack(no).map(|p| (p.id, p.domain)) else { return false };
-        let Some(bytes) = self.peers().fetch_pack(&id) else { return false };
-        let upload = Upload::internal(self, domain);
-        let put = (|| {
-            let file = upload.new_pack()?;
-            let incoming = self.root.join("incoming");
-            self.disk.append(&file, 0, &bytes).at("write a pack in", &incoming)?;
-            upload.pack_done(id, bytes.len() as u64)
-        })();
-        if put.is_ok() {
-            upload.keep();
-        }
-        put.is_ok()
     }
 
     pub(crate) fn faults_in(self: &Arc<Self>, no: PackNo, keys: &KeyRing) -> Result<Vec<ObjectFault>, StoreError> {

@@ -220,6 +220,40 @@ fn scrub_and_verify_name_the_chunk_its_file_and_its_holder() {
     assert_eq!(store.verify(&id, &ring()).unwrap().faults, []);
 }
 
+/// Pack files in the store's folder.
+fn pack_files(dir: &Path) -> usize {
+    std::fs::read_dir(dir.join("packs")).unwrap().map(|d| std::fs::read_dir(d.unwrap().path()).unwrap().count()).sum()
+}
+
+#[test]
+fn many_damaged_objects_are_mended_into_few_packs() {
+    let values: Vec<u32> = (1..300).collect();
+    // Found by a reader one object at a time, as a paging guest does; by a plan; and by a full check.
+    for how in ["locate", "plan", "verify"] {
+        let tmp = tempfile::tempdir().unwrap();
+        let dir = tmp.path().join("s");
+        let store = Store::open(&dir).unwrap();
+        let im = image(&values, &[4]);
+        let id = checkpoint(&store, &im, 999).unwrap();
+        store.set_peers(Arc::new(Peer::of(&im)));
+        let pack = only_pack(&dir);
+        let rows: Vec<_> = build(&im).0.iter().map(|(_, id, _)| store.locate(id, &ring(), None).unwrap().entry).collect();
+        if how == "plan" {
+            std::fs::remove_file(&pack).unwrap();
+        } else {
+            rows.iter().for_each(|e| flip(&pack, u64::from(e.offset + e.stored_len / 2)));
+        }
+        match how {
+            "locate" => build(&im).0.iter().for_each(|(_, id, _)| drop(store.locate(id, &ring(), None).unwrap())),
+            "plan" => drop(store.closure_plan(&id, &ring()).unwrap()),
+            _ => assert_eq!(store.verify(&id, &ring()).unwrap().faults, []),
+        }
+        let packs = pack_files(&dir);
+        assert!(packs <= 4, "{how}: {} objects came back in {packs} packs", rows.len());
+        assert_eq!(restore(&store, &id).unwrap(), im, "{how}");
+    }
+}
+
 #[test]
 fn a_false_accusation_of_a_pack_changes_nothing() {
     let tmp = tempfile::tempdir().unwrap();

@@ -6,6 +6,8 @@ use super::receive::{self, Watch};
 use crate::error::CallError;
 use ks_blobs::{FetchedObject, KeyRing, PackPlace, PeerSource};
 use ks_proto::ids::{CheckpointId, ChunkId, PackId};
+use ks_proto::pack::PackEntry;
+use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -85,6 +87,37 @@ impl BulkPeers {
     }
 }
 
+/// What one holder has of `ids`, verified, a pack of its at a time; what came before an error is kept in `got`.
+async fn from_holder(
+    bulk: &Bulk,
+    holder: &Holder,
+    ids: &BTreeSet<ChunkId>,
+    keys: &KeyRing,
+    got: &mut Vec<(ChunkId, FetchedObject)>,
+) -> Result<(), CallError> {
+    let inner = &bulk.inner;
+    let asked: Vec<ChunkId> = ids.iter().copied().collect();
+    let places = inner.locate(holder, &asked).await?;
+    let mut packs: BTreeMap<PackId, (u64, u32, Vec<PackEntry>)> = BTreeMap::new();
+    for p in places.into_iter().filter_map(|all| all.into_iter().next()) {
+        packs.entry(p.pack).or_insert_with(|| (p.pack_bytes, p.domain, Vec::new())).2.push(p.entry);
+    }
+    for (pack, (bytes, domain, mut rows)) in packs {
+        rows.sort_by_key(|e| e.offset);
+        let watch = Watch { stop: &CancellationToken::new(), progress: &|_| () };
+        for (id, object) in receive::fetch_objects(inner, holder, (&pack, bytes, domain), &rows, &watch).await? {
+            // The pack's hash says that these are the holder's bytes; only opening says that they are this object.
+            if let Some(key) = keys.get(object.domain)
+                && let Err(e) = key.open(object.kind, object.codec, &id, object.plain_len as usize, &object.stored)
+            {
+                return Err(wrong(holder.peer, format!("object {}", id.short()), e));
+            }
+            got.push((id, object));
+        }
+    }
+    Ok(())
+}
+
 impl PeerSource for BulkPeers {
     fn fetch_object(&self, id: &ChunkId) -> Option<FetchedObject> {
         let (id, keys) = (*id, (self.keys)());
@@ -107,6 +140,32 @@ impl PeerSource for BulkPeers {
                 Ok(object)
             }
         })
+    }
+
+    fn fetch_objects(&self, ids: &[ChunkId]) -> Vec<(ChunkId, FetchedObject)> {
+        let (bulk, keys, holders) = (self.bulk.clone(), (self.keys)(), self.bulk.inner.in_order(&(self.holders)()));
+        let ids = ids.to_vec();
+        let got = self.wait(
+            WHOLE_MAX,
+            Box::pin(async move {
+                let (mut left, mut got): (BTreeSet<ChunkId>, Vec<_>) = (ids.into_iter().collect(), Vec::new());
+                for h in holders {
+                    if left.is_empty() {
+                        break;
+                    }
+                    match from_holder(&bulk, &h, &left, &keys, &mut got).await {
+                        Ok(()) | Err(CallError::Absent { .. }) => {}
+                        Err(CallError::Wrong { peer, wrong }) => bulk.inner.mark(peer, &wrong),
+                        Err(e) => tracing::info!("{} objects: {e}", left.len()),
+                    }
+                    for (id, _) in &got {
+                        left.remove(id);
+                    }
+                }
+                Some(got)
+            }),
+        );
+        got.unwrap_or_default()
     }
 
     fn fetch_manifest(&self, id: &CheckpointId) -> Option<Vec<u8>> {
