@@ -28,6 +28,9 @@ struct Args {
     /// again, or any free one.
     #[arg(long, default_value = "127.0.0.1:0", value_parser = fleet_address)]
     fleet_address: SocketAddr,
+    /// MiB per second that checkpoints may take between this node and its peers, each way; without it there is no limit.
+    #[arg(long, env = "KS_BULK_MIB_S", value_parser = clap::value_parser!(u32).range(1..))]
+    bulk_mib_s: Option<u32>,
     /// A supervisor starts this one again when it dies.
     #[arg(long)]
     supervised: bool,
@@ -44,6 +47,19 @@ enum Command {
         /// Arguments of ksd.
         #[arg(last = true)]
         args: Vec<OsString>,
+    },
+    /// Measures the bulk plane against plain QUIC, both ends in this process: one line of JSON per round, then the medians.
+    #[command(hide = true)]
+    BenchReplicate {
+        /// MiB of packs in each round.
+        #[arg(long, default_value_t = 512)]
+        mib: u32,
+        /// Rounds.
+        #[arg(long, default_value_t = 5)]
+        rounds: u32,
+        /// An empty folder, on the disk to measure.
+        #[arg(long)]
+        dir: PathBuf,
     },
 }
 
@@ -70,10 +86,17 @@ fn run(args: Args) -> Result<u8> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     match args.command {
         Some(Command::Supervise { args }) => runtime.block_on(supervise::run(args)),
+        Some(Command::BenchReplicate { mib, rounds, dir }) => {
+            for line in runtime.block_on(ks_bulk::bench::report(&dir, mib, rounds))? {
+                println!("{line}");
+            }
+            Ok(0)
+        }
         None => {
             let data_dir = args.data_dir.ok_or_else(|| anyhow::anyhow!("--data-dir DIR is missing"))?;
             let (listen, api_file, fleet_address) = (args.listen, args.api_file, args.fleet_address);
-            let config = daemon::Config { data_dir, listen, api_file, fleet_address };
+            let bulk_bytes_per_s = args.bulk_mib_s.map(|n| u64::from(n) << 20);
+            let config = daemon::Config { data_dir, listen, api_file, fleet_address, bulk_bytes_per_s };
             let code = runtime.block_on(daemon::run(config))?;
             // Tasks that block on a disk must not hold the end up.
             runtime.shutdown_timeout(std::time::Duration::from_secs(1));

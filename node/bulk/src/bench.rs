@@ -50,6 +50,44 @@ impl Round {
     pub fn percent(&self) -> f64 {
         100.0 * self.plain_s / self.ours_s
     }
+    /// As a line of JSON: `bytes`, `ours_mib_s`, `plain_mib_s`, `percent`.
+    pub fn line(&self) -> String {
+        format!(
+            "{{\"bytes\":{},\"ours_mib_s\":{:.1},\"plain_mib_s\":{:.1},\"percent\":{:.1}}}",
+            self.bytes,
+            self.ours_mib_s(),
+            self.plain_mib_s(),
+            self.percent()
+        )
+    }
+}
+
+/// The medians of the rounds, in words.
+pub fn medians(rounds: &[Round]) -> String {
+    let median = |of: fn(&Round) -> f64| {
+        let mut v: Vec<f64> = rounds.iter().map(of).collect();
+        v.sort_by(f64::total_cmp);
+        v.get(v.len() / 2).copied().unwrap_or(f64::NAN)
+    };
+    let (ours, plain, percent) = (median(Round::ours_mib_s), median(Round::plain_mib_s), median(Round::percent));
+    format!("median: ours {ours:.1} MiB/s, plain {plain:.1} MiB/s, {percent:.1} percent")
+}
+
+/// Measures, and gives the lines to print: one of JSON per round, then the medians in words. `dir` is made if it is not there; it
+/// must be empty, and is left with the packs that were sent.
+///
+/// # Errors
+/// If the folder is not empty, or as [`replicate`].
+pub async fn report(dir: &Path, total_mib: u32, rounds: u32) -> Result<Vec<String>, BenchError> {
+    if total_mib == 0 || rounds == 0 {
+        return Err(plain("the size")("at least 1 MiB and 1 round"));
+    }
+    std::fs::create_dir_all(dir).map_err(plain("making the folder"))?;
+    if std::fs::read_dir(dir).map_err(plain("reading the folder"))?.next().is_some() {
+        return Err(plain("the folder")(format!("{} is not empty", dir.display())));
+    }
+    let done = replicate(dir, total_mib, rounds).await?;
+    Ok(done.iter().map(Round::line).chain([medians(&done)]).collect())
 }
 
 fn mib(bytes: u64) -> f64 {

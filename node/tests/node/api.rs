@@ -160,3 +160,27 @@ async fn a_caller_that_leaves_while_its_session_starts_leaves_nothing_behind() {
     assert_eq!(n.vmms().len(), 1);
     n.fault("silent-guest", false);
 }
+
+#[test]
+fn the_bulk_plane_is_measured_against_plain_quic() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = || {
+        let mut c = std::process::Command::new(env!("CARGO_BIN_EXE_ksd"));
+        c.args(["bench-replicate", "--mib", "6", "--rounds", "2", "--dir"]).arg(dir.path()).output().unwrap()
+    };
+    let out = run();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let text = String::from_utf8(out.stdout).unwrap();
+    let lines: Vec<serde_json::Value> =
+        text.lines().filter(|l| l.starts_with('{')).map(|l| serde_json::from_str(l).unwrap()).collect();
+    assert_eq!(lines.len(), 2, "{text}");
+    for l in &lines {
+        assert!(l["bytes"].as_u64().unwrap() > 6 << 20, "{l}");
+        for figure in ["ours_mib_s", "plain_mib_s", "percent"] {
+            assert!(l[figure].as_f64().unwrap() > 0.0, "{figure} in {l}");
+        }
+    }
+    assert!(text.lines().last().unwrap().starts_with("median"), "{text}");
+    let again = run();
+    assert!(!again.status.success() && String::from_utf8_lossy(&again.stderr).contains("not empty"), "{again:?}");
+}
