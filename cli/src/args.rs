@@ -1,6 +1,6 @@
 //! The command line, as types. Says nothing about what a verb does.
 
-pub use crate::args_fleet::{Context, Fleet, Join, Login, Node, User};
+pub use crate::args_fleet::{Blob, Context, Fleet, Join, Login, Node, User};
 use crate::{bench, demo, host::names};
 use clap::{Args, Parser, Subcommand};
 use clap_complete::engine::ArgValueCompleter;
@@ -97,6 +97,9 @@ pub enum Verb {
     /// Join machines into a fleet; list, drain and remove them
     #[command(subcommand)]
     Node(Node),
+    /// Look after a node's store
+    #[command(subcommand)]
+    Blob(Blob),
     /// The fleet as a whole: status, policy, recovery
     #[command(subcommand)]
     Fleet(Fleet),
@@ -137,6 +140,9 @@ pub struct Up {
     /// Where peers and clients reach this node: UDP PORT and PORT+1, TCP PORT; without a port one is picked and kept
     #[arg(long, value_name = "IP[:PORT]", value_parser = fleet_address)]
     pub fleet_address: Option<String>,
+    /// MiB per second that checkpoints may take between this node and its peers, each way; else no limit
+    #[arg(long, value_name = "N", env = "KS_BULK_MIB_S", value_parser = clap::value_parser!(u32).range(1..))]
+    pub bulk_mib_s: Option<u32>,
 }
 
 /// `IP`, `IP:PORT`, `[IP6]:PORT`; kept as it was typed.

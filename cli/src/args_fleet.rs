@@ -27,8 +27,18 @@ pub enum Node {
         /// Name or number
         node: String,
     },
+    /// Let a drained or draining node take sessions again
+    #[command(visible_alias = "uncordon")]
+    Undrain {
+        /// Name or number
+        node: String,
+    },
     /// Take the node on this machine out of its fleet, its sessions first
-    Leave,
+    Leave {
+        /// The fleet cannot be reached, or has removed this node: go without it
+        #[arg(long, short)]
+        force: bool,
+    },
     /// Remove a node for ever: a drained one, or with --force a dead one
     Rm {
         /// Name or number
@@ -56,6 +66,16 @@ pub struct Join {
 }
 
 /// `ks fleet`.
+#[derive(Debug, Subcommand)]
+pub enum Blob {
+    /// Read every pack now and check it; what is damaged comes from peers again. Exit code 1 if something stays damaged
+    Verify {
+        /// Name or number of the node whose store it is; else the node that is asked
+        #[arg(long, value_name = "NODE")]
+        node: Option<String>,
+    },
+}
+
 #[derive(Debug, Subcommand)]
 pub enum Fleet {
     /// Show the fleet: quorum, leader, lease, nodes; exit 1 without a quorum

@@ -111,6 +111,7 @@ Machines that hold each other's checkpoints: when one dies, its sessions go on a
   ks node join TOKEN                on the new machine
   ks node ls ; ks fleet status      who is there, who leads, is there a quorum
   ks node drain NAME                sessions move to peers; waits; goes on if you stop waiting
+  ks node undrain NAME              after an upgrade: it takes sessions again
   ks node leave                     on the machine itself; ks node rm --force NAME for one that is dead
   ks user add NAME --role user      prints a token; they run: ks login HOST:PORT --fingerprint F
   ks context ls | use | rm          the fleets you know; each has several addresses, any node serves any request

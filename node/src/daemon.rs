@@ -33,6 +33,8 @@ pub struct Config {
     pub api_file: Option<PathBuf>,
     /// Address of the fleet's planes and HTTPS API; port 0 takes the last one again, or any.
     pub fleet_address: SocketAddr,
+    /// Bytes per second that the bulk plane may send, and receive; None is no limit.
+    pub bulk_bytes_per_s: Option<u64>,
 }
 
 /// Exit code of a ksd that wants to be started again at once: its place in a fleet changed.
@@ -145,6 +147,7 @@ async fn open_fleet(
     let opening = fleet::start::Opening {
         layout,
         address: config.fleet_address,
+        limits: ks_bulk::BulkLimits { send_bytes_per_s: config.bulk_bytes_per_s, receive_bytes_per_s: config.bulk_bytes_per_s },
         supply,
         deadline,
         profiles,

@@ -33,6 +33,8 @@ pub struct Node {
     pub engine: Result<EngineChoice, ApiError>,
     /// Golden checkpoints being made.
     pub golden: GoldenWork,
+    /// What it last read about itself, and when.
+    pub told: Mutex<Option<(std::time::Instant, ks_net::NodeFacts)>>,
     /// This node's part in the fleet.
     pub fleet: Arc<Fleet>,
     /// Set when ksd is about to end on purpose: nothing new is started.
@@ -58,6 +60,7 @@ impl Node {
             facts,
             engine,
             golden: GoldenWork::default(),
+            told: Mutex::default(),
             fleet,
             ending: AtomicBool::new(false),
             restart: AtomicBool::new(false),

@@ -6,10 +6,11 @@
 //! POST   /v1/fleet/token                  MakeToken -> JoinToken
 //! POST   /v1/fleet/join                   Join -> Progress NDJSON, result Joined      (local API of the joining node)
 //! POST   /v1/fleet/admit                  Admit -> Admitted                           (HTTPS; the token is the only credential)
-//! POST   /v1/fleet/leave                  {} -> Progress NDJSON, result Left          (local API of the leaving node)
+//! POST   /v1/fleet/leave                  Leave -> Progress NDJSON, result Left       (local API of the leaving node)
 //! POST   /v1/fleet/recover                Recover -> Progress NDJSON, result FleetInfo
 //! PUT    /v1/fleet/policy                 PolicyChange -> FleetPolicy
 //! POST   /v1/fleet/nodes/N/drain          {} -> Progress NDJSON, result Drained; goes on if the client leaves
+//! POST   /v1/fleet/nodes/N/undrain        {} -> NodeView
 //! DELETE /v1/fleet/nodes/N?force=1        NodeView
 //! GET    /v1/users                        [UserView]
 //! POST   /v1/users                        PutUser -> NewUser
@@ -382,6 +383,14 @@ pub struct Stuck {
     pub session: String,
     /// Why.
     pub why: String,
+}
+
+/// Take the node out of its fleet.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Leave {
+    /// Without the fleet, which cannot be reached or has removed this node already.
+    pub force: bool,
 }
 
 /// The node has left its fleet.

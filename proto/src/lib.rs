@@ -4,6 +4,7 @@
 //! and answers with a typed error, never a panic or an allocation on an unchecked length.
 
 pub mod api;
+pub mod blobs;
 pub mod bytes;
 pub mod channel;
 pub mod chunk;

@@ -32,10 +32,22 @@ pub fn program() -> Res<PathBuf> {
     ))
 }
 
-fn arguments(data_dir: &Path, fleet_address: Option<&str>) -> Vec<OsString> {
+/// What `ks up` passes on to the node.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Options<'a> {
+    /// `--fleet-address`.
+    pub fleet_address: Option<&'a str>,
+    /// `--bulk-mib-s`.
+    pub bulk_mib_s: Option<u32>,
+}
+
+fn arguments(data_dir: &Path, o: Options<'_>) -> Vec<OsString> {
     let mut all = vec!["supervise".into(), "--".into(), "--data-dir".into(), data_dir.as_os_str().to_owned()];
-    if let Some(a) = fleet_address {
+    if let Some(a) = o.fleet_address {
         all.extend(["--fleet-address".into(), a.into()]);
+    }
+    if let Some(n) = o.bulk_mib_s {
+        all.extend(["--bulk-mib-s".into(), n.to_string().into()]);
     }
     all
 }
@@ -57,14 +69,14 @@ pub fn make_data_dir(data_dir: &Path) -> Res<()> {
 }
 
 /// Becomes the node; returns only if that fails.
-pub fn become_node(data_dir: &Path, fleet_address: Option<&str>) -> Res<std::convert::Infallible> {
+pub fn become_node(data_dir: &Path, o: Options<'_>) -> Res<std::convert::Infallible> {
     let ksd = program()?;
-    let e = Command::new(&ksd).args(arguments(data_dir, fleet_address)).exec();
+    let e = Command::new(&ksd).args(arguments(data_dir, o)).exec();
     Err(Failure::local(format!("cannot run {}", ksd.display()), e, "is it a program for this machine?"))
 }
 
 /// Starts the node in a session of its own, away from the terminal. The child is the supervisor itself.
-pub fn start(data_dir: &Path, fleet_address: Option<&str>) -> Res<std::process::Child> {
+pub fn start(data_dir: &Path, o: Options<'_>) -> Res<std::process::Child> {
     let ksd = program()?;
     let bad =
         |e: std::io::Error| Failure::local(format!("cannot start {}", ksd.display()), e, "is it a program for this machine?");
@@ -74,7 +86,7 @@ pub fn start(data_dir: &Path, fleet_address: Option<&str>) -> Res<std::process::
     let child = Command::new(me)
         .arg(crate::DETACH)
         .arg(&ksd)
-        .args(arguments(data_dir, fleet_address))
+        .args(arguments(data_dir, o))
         .current_dir("/")
         .stdin(Stdio::null())
         .stdout(log.try_clone().map_err(bad)?)

@@ -150,8 +150,14 @@ impl Lab {
 
     /// Starts machine `i`'s node, or finds it running.
     pub fn up(&self, i: usize) -> Result<()> {
+        self.up_with(i, &[])
+    }
+    /// As [`Lab::up`], with more in its environment.
+    pub fn up_with(&self, i: usize, env: &[(&str, &str)]) -> Result<()> {
         let address = self.machines[i].fleet_address.as_str();
-        ok(self.on(i), &["up", "--fleet-address", address]).map(|_| ())
+        let mut c = self.on(i);
+        c.envs(env.iter().copied());
+        ok(c, &["up", "--fleet-address", address]).map(|_| ())
     }
     /// A join token, made on the first machine.
     pub fn token(&self, ttl: &str) -> Result<String> {

@@ -2,6 +2,7 @@
 //! modules beside it.
 
 pub mod attach;
+pub mod blob;
 pub mod checkpoints;
 pub mod completion;
 pub mod cp;
@@ -77,6 +78,7 @@ async fn plain(ctx: &Ctx, verb: Verb) -> Res<u8> {
         Verb::Events(a) => events::run(ctx, a).await,
         Verb::Image(a) => image::run(ctx, a).await,
         Verb::Node(a) => nodes::run(ctx, a).await,
+        Verb::Blob(a) => blob::run(ctx, a).await,
         Verb::Fleet(a) => fleet::run(ctx, a).await,
         Verb::User(a) => users::run(ctx, a).await,
         Verb::Login(a) => login::login(ctx, a).await,

@@ -25,17 +25,18 @@ pub async fn up(ctx: &Ctx, a: args::Up) -> Res<u8> {
     };
     if let Some((node, info)) = running {
         ctx.note("a node is running already");
-        if a.fleet_address.is_some() {
-            ctx.note("its fleet address was not changed: `ks down` first, then `ks up --fleet-address` again");
+        if a.fleet_address.is_some() || a.bulk_mib_s.is_some() {
+            ctx.note("its options were not changed: `ks down` first, then `ks up` with them again");
         }
         return said(ctx, &node, &info, false);
     }
     daemon::make_data_dir(&ctx.data_dir)?;
+    let options = daemon::Options { fleet_address: a.fleet_address.as_deref(), bulk_mib_s: a.bulk_mib_s };
     if a.foreground {
-        match daemon::become_node(&ctx.data_dir, a.fleet_address.as_deref())? {}
+        match daemon::become_node(&ctx.data_dir, options)? {}
     }
     let log_from = daemon::log_end(&ctx.data_dir);
-    let mut child = daemon::start(&ctx.data_dir, a.fleet_address.as_deref())?;
+    let mut child = daemon::start(&ctx.data_dir, options)?;
     let until = Instant::now() + Duration::from_secs(a.timeout);
     let mut bar = ctx.bar();
     loop {

@@ -9,7 +9,7 @@ use crate::host::http::{Node, encode};
 use crate::human;
 use crate::output::{Ctx, with_schema};
 use crate::table::clean;
-use ks_proto::fleet::{Drained, FleetInfo, Join, JoinToken, Joined, Left, MakeToken, NodeView};
+use ks_proto::fleet::{Drained, FleetInfo, Join, JoinToken, Joined, Leave, Left, MakeToken, NodeView};
 use serde_json::json;
 use std::io::Read;
 
@@ -24,7 +24,8 @@ pub async fn run(ctx: &Ctx, verb: args::Node) -> Res<u8> {
         args::Node::Ls => ls(ctx).await,
         args::Node::Show { node } => show(ctx, &node).await,
         args::Node::Drain { node } => drain(ctx, &node).await,
-        args::Node::Leave => leave(ctx).await,
+        args::Node::Undrain { node } => undrain(ctx, &node).await,
+        args::Node::Leave { force } => leave(ctx, force).await,
         args::Node::Rm { node, force } => rm(ctx, &node, force).await,
     }
 }
@@ -119,20 +120,31 @@ async fn drain(ctx: &Ctx, text: &str) -> Res<u8> {
         text
     })?;
     if d.stuck.is_empty() {
-        ctx.note(&format!("it takes no sessions now; remove it with `ks node rm {name}`, or run `ks node leave` there"));
+        ctx.note(&format!("it takes no sessions now; remove it with `ks node rm {name}`, run `ks node leave` there, or let it take some again: `ks node undrain {name}`"));
         return Ok(0);
     }
     ctx.note("stop or remove these sessions, or give them a compatible node; then drain again");
     Ok(crate::failure::VERDICT_NO)
 }
 
-async fn leave(ctx: &Ctx) -> Res<u8> {
+async fn undrain(ctx: &Ctx, text: &str) -> Res<u8> {
+    let node = Node::find(ctx)?;
+    let (_, n) = named(&node, text).await?;
+    let path = format!("/v1/fleet/nodes/{}/undrain", n.number);
+    let n: NodeView = node.call(&path, &json!({}), &mut ctx.bar()).await?;
+    let value = with_schema("ks.node-view.v1", serde_json::to_value(&n).unwrap_or_default());
+    ctx.result(&value, || format!("{} takes sessions again\n", clean(&n.name)))?;
+    ctx.note("what has moved away stays where it is");
+    Ok(0)
+}
+
+async fn leave(ctx: &Ctx, force: bool) -> Res<u8> {
     let node = Node::here(ctx)?;
     let f = info(&node).await?;
-    if f.fleet_id.is_empty() {
+    if f.fleet_id.is_empty() && !force {
         return Err(Failure::new("usage", "nothing to leave", "the node on this machine is in no fleet", "see `ks node ls`"));
     }
-    let left: Left = node.call("/v1/fleet/leave", &json!({}), &mut ctx.bar()).await?;
+    let left: Left = node.call("/v1/fleet/leave", &Leave { force }, &mut ctx.bar()).await?;
     if super::fleet::back(ctx, "starting again alone", |i| i.fleet_id != f.fleet_id).await.is_none() {
         ctx.note("it has left, but does not answer yet: look with `ks fleet status`");
     }

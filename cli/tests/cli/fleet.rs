@@ -239,6 +239,7 @@ fn joining_draining_and_removing_say_what_they_did() {
         ]),
         ("POST", "/v1/fleet/nodes/1/drain") => Answer::lines(&[json!({"type": "result", "result": {
             "schema": "ks.drained.v1", "number": 1, "name": "n1", "moved": ["a", "b"], "stuck": [{"session": "c", "why": "no peer has its profile"}]}})]),
+        ("POST", "/v1/fleet/nodes/1/undrain") => Answer::json(&json!({"number": 1, "name": "n1", "state": "active"})),
         ("DELETE", "/v1/fleet/nodes/1") => Answer::json(&json!({})),
         ("PUT", "/v1/fleet/policy") => {
             assert_eq!(serde_json::from_slice::<Value>(&r.body).unwrap(), json!({"copies": 3, "voters": null, "lease_ms": null}));
@@ -256,6 +257,10 @@ fn joining_draining_and_removing_say_what_they_did() {
     expect(&f.ks(&["node", "join", "ks1.x.y"]), 2);
     let (out, _) = expect(&f.ks(&["node", "drain", "n1"]), 1);
     assert!(out.contains("2 sessions moved") && out.contains("c stays: no peer has its profile"), "{out}");
+    for verb in ["undrain", "uncordon"] {
+        let (out, _) = expect(&f.ks(&["node", verb, "n1"]), 0);
+        assert!(out.contains("n1 takes sessions again"), "{out}");
+    }
     // A live node with sessions is not removed by force; a drained one may go.
     let (out, _) = expect(&f.ks(&["--json", "node", "rm", "n1", "--force"]), 125);
     assert_eq!(parse(&out)["code"], "running");

@@ -29,11 +29,13 @@ pub(crate) struct Board {
     fleet: String,
     dead_ms: u64,
     nodes: BTreeMap<PeerId, LiveNode>,
+    // When each member was heard last, the silent ones too.
+    seen_ms: BTreeMap<PeerId, u64>,
 }
 
 impl Board {
     pub(crate) fn new(fleet: String, dead_ms: u64) -> Self {
-        Self { fleet, dead_ms, nodes: BTreeMap::new() }
+        Self { fleet, dead_ms, nodes: BTreeMap::new(), seen_ms: BTreeMap::new() }
     }
 
     /// A text that claims to be `peer`'s record. The caller has checked that `peer` is a member.
@@ -43,6 +45,7 @@ impl Board {
             Some(known) if facts.seq <= known.facts.seq => Err(FactsError::Stale),
             Some(_) | None => {
                 self.nodes.insert(peer, LiveNode { facts, seen_ms: now_ms });
+                self.seen_ms.insert(peer, now_ms);
                 Ok(())
             }
         }
@@ -53,10 +56,16 @@ impl Board {
         self.nodes.insert(me, LiveNode { facts, seen_ms: now_ms });
     }
 
-    /// Forgets the silent ones and those for whom `member` is false.
+    /// Forgets the records of the silent ones, and all about those for whom `member` is false.
     pub(crate) fn expire(&mut self, now_ms: u64, member: impl Fn(&PeerId) -> bool) {
         let dead_ms = self.dead_ms;
         self.nodes.retain(|peer, node| member(peer) && now_ms < node.seen_ms + dead_ms);
+        self.seen_ms.retain(|peer, _| member(peer));
+    }
+
+    /// When a record of this member came last, however long ago.
+    pub(crate) fn seen_ms(&self, peer: &PeerId) -> Option<u64> {
+        self.seen_ms.get(peer).copied()
     }
 
     pub(crate) fn live(&self) -> &BTreeMap<PeerId, LiveNode> {
@@ -91,10 +100,12 @@ mod tests {
         assert_eq!((board.live()[&peer].facts.sessions, board.live()[&peer].seen_ms), (2, 4_999));
         board.expire(9_999, |_| true);
         assert!(board.live().is_empty());
+        assert_eq!(board.seen_ms(&peer), Some(4_999), "when it was heard last is kept");
         // A clock that was set back: heard again, once the old number is forgotten.
         board.offer(10_000, peer, &text(&key, 3, 5)).unwrap();
         board.expire(10_001, |other| *other != peer);
         assert!(board.live().is_empty(), "no longer a member");
+        assert_eq!(board.seen_ms(&peer), None);
     }
 
     #[test]

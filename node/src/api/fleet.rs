@@ -1,4 +1,4 @@
-//! `/fleet` and `/users`.
+//! `/fleet`, `/users` and `/blobs`.
 
 use super::App;
 use super::reply::{Answered, Input, Needed, Refused, long};
@@ -8,9 +8,10 @@ use axum::Json;
 use axum::extract::{Path, Query, State};
 use axum::response::Response;
 use ks_proto::api::ApiError;
+use ks_proto::blobs::VerifyBlobs;
 use ks_proto::fleet::{
-    Admit, Admitted, FleetInfo, FleetPolicy, Join, JoinToken, MakeToken, NewUser, NodeView, PolicyChange, PutUser, Recover,
-    UserView,
+    Admit, Admitted, FleetInfo, FleetPolicy, Join, JoinToken, Leave, MakeToken, NewUser, NodeView, PolicyChange, PutUser,
+    Recover, UserView,
 };
 
 pub async fn info(State(app): State<App>) -> Json<FleetInfo> {
@@ -29,8 +30,8 @@ pub async fn admit(State(app): State<App>, Needed(a): Needed<Admit>) -> Answered
     Ok(Json(joining::admit(&app.node, a).await?))
 }
 
-pub async fn leave(State(app): State<App>) -> Response {
-    long(move |steps| async move { joining::leave(&app.node, &steps).await })
+pub async fn leave(State(app): State<App>, Input(l): Input<Leave>) -> Response {
+    long(move |steps| async move { joining::leave(&app.node, l, &steps).await })
 }
 
 pub async fn recover(State(app): State<App>, Input(r): Input<Recover>) -> Response {
@@ -54,6 +55,14 @@ pub async fn policy(State(app): State<App>, Input(c): Input<PolicyChange>) -> An
 
 pub async fn drain(State(app): State<App>, Path(node): Path<String>) -> Response {
     long(move |steps| async move { joining::drain(&app.node, &node, &steps).await })
+}
+
+pub async fn undrain(State(app): State<App>, Path(node): Path<String>) -> Answered<NodeView> {
+    Ok(Json(joining::undrain(&app.node, &node).await?))
+}
+
+pub async fn verify_blobs(State(app): State<App>, Input(v): Input<VerifyBlobs>) -> Response {
+    long(move |steps| async move { crate::ops::scrub::verify(&app.node, v, &steps).await })
 }
 
 #[derive(Debug, Default, serde::Deserialize)]

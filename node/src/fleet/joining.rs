@@ -14,7 +14,7 @@ use base64::engine::general_purpose::STANDARD;
 use ks_net::{JoinToken, tls};
 use ks_proto::SessionId;
 use ks_proto::api::{ApiError, SessionState};
-use ks_proto::fleet::{Admit, Admitted, Drained, FleetInfo, Join, Joined, Left, MemberAddrs, NodeView, Stuck};
+use ks_proto::fleet::{Admit, Admitted, Drained, FleetInfo, Join, Joined, Leave, Left, MemberAddrs, NodeView, Stuck};
 use ks_raft::{Assignment, Command, Member, MemberState, Response};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -326,6 +326,23 @@ pub async fn drain(node: &Arc<Node>, which: &str, steps: &Steps) -> Result<Drain
     watch_drain(node, &m, steps).await
 }
 
+/// Lets a node that drains, or has drained, take sessions again. What has moved away stays where it is.
+///
+/// # Errors
+/// `not-found`; `usage` for a node that does not drain.
+pub async fn undrain(node: &Arc<Node>, which: &str) -> Result<NodeView, ApiError> {
+    let m = ops::fleet::find(&node.state.read(), which)?;
+    if m.state != MemberState::Draining {
+        let why = if m.is_member() { "it takes sessions already" } else { "it has left the fleet" };
+        let next = "ks node ls shows how nodes stand";
+        return Err(ApiError::new("usage", format!("{} is not draining", m.name), why, next));
+    }
+    node.state.propose(Command::SetMemberState { number: m.number, state: MemberState::Active }).await?;
+    node.state.event("", "undrained", &format!("{} takes sessions again", m.name));
+    let view = ops::fleet::info(node).nodes.into_iter().find(|n| n.number == m.number);
+    view.ok_or_else(|| internal("the node's state", "it left meanwhile"))
+}
+
 async fn watch_drain(node: &Arc<Node>, m: &Member, steps: &Steps) -> Result<Drained, ApiError> {
     let names = |n: u64| -> Vec<String> {
         let state = node.state.read();
@@ -342,6 +359,10 @@ async fn watch_drain(node: &Arc<Node>, m: &Member, steps: &Steps) -> Result<Drai
         );
         if steps.is_abandoned() {
             break; // the leader goes on by itself
+        }
+        if node.state.read().members.get(&m.number).is_none_or(|m| m.state == MemberState::Active) {
+            let why = format!("{} was told to take sessions again meanwhile", m.name);
+            return Err(ApiError::new("busy", "the drain was undone", why, "ks node drain again, if you still want it"));
         }
         tokio::time::sleep(LOOK).await;
         let now = names(m.number);
@@ -360,16 +381,34 @@ async fn watch_drain(node: &Arc<Node>, m: &Member, steps: &Steps) -> Result<Drai
     })
 }
 
-/// This node leaves its fleet: drained, then removed, then it starts again alone.
+/// This node leaves its fleet: drained, then removed, then it starts again alone. One that the fleet has removed already only
+/// starts again; so does, with `force`, one that cannot reach the fleet and was perhaps removed without hearing of it.
 ///
 /// # Errors
-/// If it cannot be drained, or is no member.
-pub async fn leave(node: &Arc<Node>, steps: &Steps) -> Result<Left, ApiError> {
+/// If it cannot be drained, or is alone; with `force`, if the fleet can be reached after all.
+pub async fn leave(node: &Arc<Node>, l: Leave, steps: &Steps) -> Result<Left, ApiError> {
     let me = node.fleet.number();
-    if node.fleet.alone() {
+    let standing = node.state.read().members.get(&me).map(|m| m.state);
+    let founded = node.state.read().is_founded();
+    if founded && standing.is_none_or(|s| s == MemberState::Gone) {
+        steps.step("the fleet has removed this node already", 0, 0);
+        return start_alone(node, vec![]).await;
+    }
+    if node.fleet.alone() && (founded || me == membership::FOUNDER) {
         return Err(ApiError::new("usage", "this node cannot leave", "it is alone: there is nothing to leave", "nothing to do"));
     }
-    let drained = drain(node, &me.to_string(), steps).await?;
+    if l.force {
+        return give_up(node, steps).await;
+    }
+    let drained = drain(node, &me.to_string(), steps).await.map_err(|e| match e.code.as_str() {
+        "no-quorum" | "unreachable" | "timeout" | "not-found" => ApiError::new(
+            &e.code,
+            "this node cannot ask its fleet",
+            e.why,
+            "if `ks node ls` on another member says that this one is gone, or it never comes back: ks node leave --force",
+        ),
+        _ => e,
+    })?;
     if let Some(s) = drained.stuck.first() {
         return Err(ApiError::new(
             "busy",
@@ -384,12 +423,31 @@ pub async fn leave(node: &Arc<Node>, steps: &Steps) -> Result<Left, ApiError> {
         tokio::time::sleep(LOOK).await;
     }
     node.state.propose(Command::RemoveMember { number: me, forced: false }).await?;
+    start_alone(node, drained.moved).await
+}
+
+/// Leaves without the fleet's word. Its sessions stand still (it has no lease), and the fleet has, or will have, called it dead.
+async fn give_up(node: &Arc<Node>, steps: &Steps) -> Result<Left, ApiError> {
+    steps.step("looking for the fleet", 0, 0);
+    if node.fleet.consensus().catch_up().await.is_ok() {
+        let why = "the fleet can be reached, and this node is a member of it";
+        return Err(ApiError::new("usage", "this node does not leave by force", why, "ks node leave"));
+    }
+    node.state.event("", "left", "this node left its fleet without reaching it: remove it there, ks node rm --force");
+    let mut left = start_alone(node, vec![]).await?;
+    left.warning =
+        format!("the fleet does not know that it left: ks node rm --force there, if it still lists it; {}", left.warning);
+    Ok(left)
+}
+
+async fn start_alone(node: &Arc<Node>, moved: Vec<String>) -> Result<Left, ApiError> {
+    let me = node.fleet.number();
     let layout = node.layout.clone();
     let ordered = tokio::task::spawn_blocking(move || membership::order_leave(&layout)).await;
     ordered.map_err(|e| internal("keeping the order to leave", e))?.map_err(|e| internal("keeping the order to leave", e))?;
     node.restart_soon();
     let warning = "this node knew the fleet's keys: rotate provider keys and users' tokens if it goes into other hands".into();
-    Ok(Left { schema: "ks.left.v1".into(), number: me, moved: drained.moved, warning })
+    Ok(Left { schema: "ks.left.v1".into(), number: me, moved, warning })
 }
 
 /// Removes a member: one that was drained, or with `force` a dead one, whose sessions go to others.

@@ -189,6 +189,11 @@ impl Fleet {
         let live = live.borrow();
         live.get(&peer).map(|n| (n.facts.clone(), self.gossip.now_ms().saturating_sub(n.seen_ms)))
     }
+    /// How many milliseconds ago a member was heard last, a dead one too; None is never since this node started.
+    pub fn seen_ms_ago(&self, number: u64) -> Option<u64> {
+        let seen_ms = self.gossip.seen_ms(&self.book.peer(number)?)?;
+        Some(self.gossip.now_ms().saturating_sub(seen_ms))
+    }
     /// How a member is reached.
     pub fn link_of(&self, number: u64) -> Option<PeerState> {
         let peer = self.book.peer(number)?;

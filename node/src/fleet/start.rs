@@ -60,6 +60,8 @@ pub struct Opening<'a> {
     pub layout: &'a Layout,
     /// `--fleet-address`: port 0 takes the one it had, or any.
     pub address: SocketAddr,
+    /// Caps of the bulk plane.
+    pub limits: BulkLimits,
     /// Store and keys.
     pub supply: &'a Supply,
     /// Where the node's lease is announced.
@@ -321,7 +323,7 @@ fn bulk(o: &Opening<'_>, key: &Keypair, listen: SocketAddr, book: &Book) -> Resu
         store: o.supply.store.clone(),
         keys: Arc::new(move || keys.clone()),
         images: Arc::new(NoImages),
-        limits: BulkLimits::default(),
+        limits: o.limits,
         events: Arc::new(move |e| match e {
             BulkEvent::WrongBytes { peer, wrong } => event("wrong-bytes", &format!("{peer} sent what does not verify: {wrong}")),
             BulkEvent::Damaged { pack, faults } => {

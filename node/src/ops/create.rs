@@ -10,6 +10,7 @@ use crate::host::{clock, files, image};
 use crate::node::Node;
 use crate::progress::Steps;
 use crate::session::Request;
+use ks_fleet::FactsView;
 use ks_proto::api::{ApiError, CreateSession, Session, SessionState, StartMain};
 use ks_proto::{SessionId, SessionName};
 use ks_raft::limits::COPIES_MAX;
@@ -89,7 +90,12 @@ pub async fn create(node: &Arc<Node>, c: CreateSession, steps: &Steps) -> Result
 }
 
 fn place(node: &Arc<Node>, c: &CreateSession) -> Result<u64, ApiError> {
-    let (state, facts) = (node.state.read(), view::facts(node));
+    let (state, mut facts) = (node.state.read(), view::facts(node));
+    for number in state.members.keys().copied() {
+        if let Some(seen_ms_ago) = node.fleet.seen_ms_ago(number) {
+            facts.entry(number).or_insert(FactsView { seen_ms_ago, ..FactsView::default() });
+        }
+    }
     let (me, engine) = (node.fleet.number(), engine_of(node, c).is_ok());
     let asked = Asked { state: &state, facts: &facts, me, engine, liveness_ms: node.fleet.liveness_ms() };
     asked.choose(c.node.as_deref(), c.memory_mib.unwrap_or(SOFT_MEMORY_MIB))

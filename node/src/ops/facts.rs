@@ -4,11 +4,13 @@ use crate::node::Node;
 use ks_net::NodeFacts;
 use ks_proto::api::SessionState;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::sync::{Arc, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 /// Between two words.
 const EVERY: Duration = Duration::from_secs(1);
+/// What was read so lately is not read again.
+const FRESH: Duration = Duration::from_millis(900);
 
 /// CPU profiles whose sessions can run here.
 pub fn profiles(node: &Node) -> Vec<String> {
@@ -18,8 +20,16 @@ pub fn profiles(node: &Node) -> Vec<String> {
     out
 }
 
-/// This node's own facts, now.
+/// This node's own facts, at most [`FRESH`] old: several tasks ask several times a second.
 pub fn own(node: &Node) -> NodeFacts {
+    let mut told = node.told.lock().unwrap_or_else(PoisonError::into_inner);
+    match &*told {
+        Some((at, facts)) if at.elapsed() < FRESH => facts.clone(),
+        _ => told.insert((Instant::now(), read(node))).1.clone(),
+    }
+}
+
+fn read(node: &Node) -> NodeFacts {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let mib = |key: &str| {
         let line = meminfo.lines().find(|l| l.starts_with(key)).unwrap_or_default();

@@ -110,7 +110,7 @@ fn view(node: &Node, state: &FleetState, m: &Member, voters: &[u64], leader: Opt
         role: if voters.contains(&m.number) { NodeRole::Voter } else { NodeRole::Learner },
         leader: leader == Some(m.number),
         live: me || facts.as_ref().is_some_and(|(_, ago)| *ago < node.fleet.liveness_ms()),
-        seen_ms_ago: if me { Some(0) } else { facts.as_ref().map(|(_, ago)| *ago) },
+        seen_ms_ago: if me { Some(0) } else { node.fleet.seen_ms_ago(m.number) },
         rtt_us: link.and_then(|l| l.rtt_us),
         api: m.api.clone(),
         addrs: m.control.iter().cloned().chain(m.bulk.iter().map(|b| format!("bulk {b}"))).collect(),

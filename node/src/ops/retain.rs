@@ -124,6 +124,7 @@ mod tests {
             let opening = Opening {
                 layout: &layout,
                 address: "127.0.0.1:0".parse().unwrap(),
+                limits: ks_bulk::BulkLimits::default(),
                 supply: &supply,
                 deadline,
                 profiles: vec!["tcg".into()],

@@ -157,7 +157,7 @@ impl Vmm {
                 started()
             }
             VmmRequest::Restore { config, checkpoint } => {
-                if self.once("fail-restore") {
+                if self.once("fail-restore") || self.faults.join("fail-every-restore").exists() {
                     return Err(Fault::new("internal", "the restore", "told to fail", "nothing"));
                 }
                 let manifest = read_fd(fds.remove(3), 1 << 30).unwrap();

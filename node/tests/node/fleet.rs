@@ -2,6 +2,7 @@
 
 use crate::harness::TestNode;
 use ks_proto::api::{Checkpoint, Session};
+use ks_proto::blobs::BlobReport;
 use ks_proto::fleet::{FleetInfo, NodeRole};
 use serde_json::json;
 use std::time::{Duration, Instant};
@@ -84,6 +85,8 @@ async fn a_dead_hosts_session_runs_on_a_peer_from_its_durable_checkpoint() {
         assert_eq!((list.len(), list[0].state.to_string().as_str()), (1, "running"));
         assert!(c.holders.len() >= 2, "{c:?}");
     }
+    let led = info(&nodes[0]).await.is_some_and(|i| i.leader == Some(i.me));
+    let killed_unix_ms = ks_node::host::clock::unix_ms();
     let killed = Instant::now();
     let first = nodes.remove(0);
     let dead = first.kill_everything();
@@ -99,6 +102,15 @@ async fn a_dead_hosts_session_runs_on_a_peer_from_its_durable_checkpoint() {
     let s = all[0].show("a").await;
     assert!(s.last_interruption.is_some() && s.token.epoch > 1, "{s:?}");
     assert_ne!(s.node, "", "{s:?}");
+    // It is told from the dead node's last renewal on, and in parts.
+    let i = s.last_interruption.as_ref().unwrap();
+    let p = i.parts.unwrap();
+    eprintln!("{i:?}");
+    assert!(i.at_unix_ms <= killed_unix_ms + 100 && i.at_unix_ms + 3_000 > killed_unix_ms, "{i:?}");
+    assert!(p.lease_ms.is_some_and(|ms| (3_000..9_000).contains(&ms)), "{p:?}");
+    assert_eq!(p.election_ms.is_some(), led, "{p:?}");
+    let (lease, restore, hook) = (p.lease_ms.unwrap(), p.restore_ms.unwrap(), p.hook_ms.unwrap());
+    assert!(p.election_ms.is_none_or(|e| e <= lease) && lease + restore + hook <= i.ready_ms + 5, "{i:?}");
     // Its new owner copies on.
     all[0].ok("sessions/a/checkpoint", json!({})).await;
     durable(&all, all[1], "a").await;
@@ -186,6 +198,96 @@ async fn draining_moves_sessions_without_loss() {
 }
 
 #[tokio::test]
+async fn a_drain_is_undone_and_a_removed_node_leaves_by_itself() {
+    let mut nodes = fleet(3).await;
+    let me = info(&nodes[2]).await.unwrap().me;
+    let on_n3 = json!({ "name": "a", "memory_mib": 128, "node": "n3", "main": { "command": ["agent"] } });
+    {
+        let e = nodes[0].refused("fleet/nodes/n3/undrain", json!({})).await;
+        assert!(e.code == "usage" && e.why.contains("already"), "{e}");
+        nodes[0].ok("fleet/nodes/n3/drain", json!({})).await;
+        let view = nodes[1].ok("fleet/nodes/n3/undrain", json!({})).await;
+        assert_eq!((view["state"].as_str(), view["number"].as_u64()), (Some("active"), Some(me)), "{view}");
+        let made: Session = serde_json::from_value(nodes[0].ok("sessions", on_n3).await).unwrap();
+        assert_eq!(made.node, "n3");
+        let e = nodes[2].refused("fleet/leave", json!({ "force": true })).await;
+        assert!(e.code == "usage" && e.why.contains("can be reached"), "{e}");
+        nodes[0].ok("sessions/a/checkpoint", json!({})).await;
+        let all: Vec<&TestNode> = nodes.iter().collect();
+        durable(&all, all[0], "a").await;
+    }
+    nodes[2].kill_supervised();
+    let left = [&nodes[0], &nodes[1]];
+    // Silent for longer than gossip keeps its record: when it was heard last is still told.
+    until("the dead node's age", &left, async || {
+        let nodes = info(left[0]).await?.nodes;
+        let n3 = nodes.iter().find(|n| n.name == "n3")?;
+        (!n3.live && n3.seen_ms_ago? > 6_000).then_some(())
+    })
+    .await;
+    let gone = nodes[0].request("DELETE", "fleet/nodes/n3?force=1").send().await.unwrap();
+    assert!(gone.status().is_success(), "{}", gone.text().await.unwrap());
+    let e = nodes[0].refused("fleet/nodes/n3/undrain", json!({})).await;
+    assert_eq!(e.code, "not-found", "{e}");
+    // It comes back and knows nothing of its removal; nobody speaks to it.
+    nodes[2].up().await;
+    let e = nodes[2].refused("fleet/leave", json!({})).await;
+    assert!(e.next.contains("--force"), "{e}");
+    let before = nodes[2].api().unwrap().pid;
+    let done = nodes[2].ok("fleet/leave", json!({ "force": true })).await;
+    assert_eq!(done["number"].as_u64(), Some(me), "{done}");
+    nodes[2].wait_other_pid(Some(before)).await;
+    let all: Vec<&TestNode> = nodes.iter().collect();
+    let fleet_id = info(&nodes[0]).await.unwrap().fleet_id;
+    until("a lone node", &all, async || {
+        info(&nodes[2]).await.filter(|i| i.me == 1 && i.nodes.len() == 1 && i.fleet_id != fleet_id)
+    })
+    .await;
+    assert!(nodes[2].vmms().is_empty(), "what ran there has ended");
+    assert_eq!(nodes[1].get::<Vec<Session>>("sessions").await.unwrap().len(), 1);
+}
+
+fn packs(n: &TestNode) -> Vec<std::path::PathBuf> {
+    let list = |p: std::path::PathBuf| std::fs::read_dir(p).into_iter().flatten().flatten().map(|e| e.path());
+    let mut all: Vec<_> = list(n.data().join("store/packs")).flat_map(list).collect();
+    all.sort();
+    all
+}
+
+#[tokio::test]
+async fn a_nodes_store_is_verified_and_mended_on_request() {
+    let nodes = fleet(2).await;
+    let all: Vec<&TestNode> = nodes.iter().collect();
+    all[0].create("a").await;
+    all[0].ok("sessions/a/checkpoint", json!({})).await;
+    durable(&all, all[0], "a").await;
+    let verify = async |at: &TestNode, which: serde_json::Value| -> BlobReport {
+        serde_json::from_value(at.ok("blobs/verify", which).await).unwrap()
+    };
+    let before = verify(all[1], json!({})).await;
+    assert_eq!((before.node.as_str(), before.damaged_objects), ("n2", 0), "{before:?}");
+    assert_eq!(before.packs, packs(all[1]).len() as u64);
+    // Rot in every pack of the second node; asked through the first.
+    for p in packs(all[1]) {
+        let mut bytes = std::fs::read(&p).unwrap();
+        let middle = bytes.len() / 3;
+        bytes[middle] ^= 0x10;
+        std::fs::write(&p, bytes).unwrap();
+    }
+    let found = verify(all[0], json!({ "node": "n2" })).await;
+    assert_eq!(found.node, "n2");
+    assert!(found.damaged_objects >= 1 && found.mended_objects == found.damaged_objects, "{found:?}");
+    let named = found.damaged.iter().all(|d| d.mended && d.file.is_some() && !d.why.is_empty());
+    assert!(named && found.damaged.len() as u64 == found.damaged_objects, "{found:?}");
+    let after = verify(all[0], json!({ "node": "#1" })).await;
+    assert_eq!(after.damaged_objects, 0, "the first one had no fault");
+    let mended = verify(all[1], json!({})).await;
+    assert_eq!(mended.damaged_objects, 0, "{mended:?}");
+    let e = all[0].refused("blobs/verify", json!({ "node": "n9" })).await;
+    assert_eq!(e.code, "not-found", "{e}");
+}
+
+#[tokio::test]
 async fn a_join_token_works_once_and_only_for_whom_it_names() {
     let nodes = fleet(2).await;
     let mut third = TestNode::start(true);
@@ -254,4 +356,75 @@ async fn a_fleet_is_recovered_from_one_survivor_and_the_founder_comes_back_as_a_
     })
     .await;
     assert_eq!(nodes[0].value("a", "/f").await.as_deref(), Some("kept"), "served through it");
+}
+
+/// Kinds of events that a node has told, of any session.
+async fn told(n: &TestNode) -> Vec<String> {
+    let text = n.request("GET", "events").send().await.unwrap().text().await.unwrap();
+    let kind = |l: &str| serde_json::from_str::<ks_proto::api::Event>(l).unwrap().kind;
+    text.lines().map(kind).collect()
+}
+
+#[tokio::test]
+async fn f2_an_election_alone_takes_no_lease_and_no_session_away() {
+    let mut nodes = fleet(3).await;
+    for on in ["n2", "n3"] {
+        let ask = json!({ "name": format!("on-{on}"), "memory_mib": 128, "node": on, "main": { "command": ["agent"] } });
+        nodes[0].ok("sessions", ask).await;
+    }
+    let leads = info(&nodes[0]).await.unwrap();
+    let leader = leads.leader.unwrap();
+    assert_eq!(leader, leads.me, "the founder leads a fleet that was just made");
+    let before = [told(&nodes[1]).await.len(), told(&nodes[2]).await.len()];
+    nodes[0].kill_supervised();
+    let left = [&nodes[1], &nodes[2]];
+    until("another leader", &left, async || {
+        info(left[0]).await.filter(|i| i.leader.is_some_and(|l| l != leader) && i.quorum).map(drop)
+    })
+    .await;
+    // For longer than a lease and its margin: whatever was to run out has.
+    let end = Instant::now() + Duration::from_secs(5);
+    while Instant::now() < end {
+        for (n, name) in left.iter().zip(["on-n2", "on-n3"]) {
+            let s = n.show(name).await;
+            assert!(s.token.epoch == 1 && !s.paused && s.state.to_string() == "running", "{s:?}");
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    for (n, from) in left.iter().zip(before) {
+        let kinds = told(n).await;
+        assert!(!kinds[from..].iter().any(|k| k == "lease-lapsed"), "{:?}", &kinds[from..]);
+    }
+}
+
+#[tokio::test]
+async fn f11_a_start_that_fails_on_the_chosen_peer_is_tried_on_another() {
+    let mut nodes = fleet(3).await;
+    let make = |name: &str, on: &str, copies: u16| json!({ "name": name, "memory_mib": 128, "copies": copies, "node": on, "main": { "command": ["agent"] } });
+    nodes[0].ok("sessions", make("a", "#1", 3)).await;
+    // The second node is the less busy one, so it is chosen first.
+    for name in ["b", "c", "d"] {
+        nodes[0].ok("sessions", make(name, "n3", 1)).await;
+    }
+    nodes[0].set("a", "/f", "kept").await;
+    nodes[0].ok("sessions/a/checkpoint", json!({})).await;
+    {
+        let all: Vec<&TestNode> = nodes.iter().collect();
+        until("three holders", &all, async || {
+            let list: Vec<Checkpoint> = all[0].maybe("sessions/a/checkpoints").await?;
+            list.last().filter(|c| c.holders.len() == 3).map(drop)
+        })
+        .await;
+    }
+    nodes[1].fault("fail-every-restore", true);
+    let dead = nodes.remove(0).kill_everything();
+    let left: Vec<&TestNode> = nodes.iter().collect();
+    until("the start that fails", &left, async || told(left[0]).await.iter().any(|k| k == "start-failed").then_some(())).await;
+    let s = until("the session on the other peer", &left, async || {
+        left[1].maybe::<Session>("sessions/a").await.filter(|s| s.node == "n3" && s.state.to_string() == "running")
+    })
+    .await;
+    assert_eq!(left[0].value("a", "/f").await.as_deref(), Some("kept"), "{s:?}");
+    until("no VM of the failed start", &left, async || left[0].vmms().is_empty().then_some(())).await;
+    drop(dead);
 }

@@ -91,6 +91,7 @@ struct Counters {
 pub struct Gossip {
     facts: Arc<watch::Sender<Option<NodeFacts>>>,
     live: watch::Receiver<Arc<BTreeMap<PeerId, LiveNode>>>,
+    board: Arc<Mutex<Board>>,
     counters: Arc<Counters>,
     started: Instant,
     _guard: Arc<DropGuard>,
@@ -122,15 +123,16 @@ impl Gossip {
         let counters = Arc::new(Counters::default());
         let started = Instant::now();
         let stop = control.stopping().child_token();
+        let dead_ms = u64::try_from(timing.dead_after.as_millis()).unwrap_or(u64::MAX);
+        let board = Arc::new(Mutex::new(Board::new(fleet.to_owned(), dead_ms)));
         if let Some(post) = Post::new(control.clone()) {
-            let dead_ms = u64::try_from(timing.dead_after.as_millis()).unwrap_or(u64::MAX);
             let supervisor = Supervisor {
                 control,
                 post,
                 fleet: fleet.to_owned(),
                 timing,
                 facts: facts_seen,
-                board: Arc::new(Mutex::new(Board::new(fleet.to_owned(), dead_ms))),
+                board: board.clone(),
                 live: Arc::new(live),
                 counters: counters.clone(),
                 started,
@@ -139,7 +141,7 @@ impl Gossip {
         } else {
             tracing::error!("gossip was started twice on one control plane; the second one stays silent");
         }
-        Self { facts: Arc::new(facts), live: live_seen, counters, started, _guard: Arc::new(stop.drop_guard()) }
+        Self { facts: Arc::new(facts), live: live_seen, board, counters, started, _guard: Arc::new(stop.drop_guard()) }
     }
 
     /// What this node says of itself from now on; `seq` is filled in. A record above [`crate::FACTS_BYTES_MAX`] is logged and not
@@ -152,6 +154,13 @@ impl Gossip {
     #[must_use]
     pub fn live(&self) -> watch::Receiver<Arc<BTreeMap<PeerId, LiveNode>>> {
         self.live.clone()
+    }
+
+    /// When a member was heard last, by the clock of [`LiveNode::seen_ms`]; also of one that is not live any more. None: never since
+    /// this began.
+    #[must_use]
+    pub fn seen_ms(&self, peer: &PeerId) -> Option<u64> {
+        self.board.lock().unwrap_or_else(PoisonError::into_inner).seen_ms(peer)
     }
 
     /// The clock of [`LiveNode::seen_ms`].
