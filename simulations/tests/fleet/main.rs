@@ -4,6 +4,7 @@
 mod damage;
 mod failover;
 mod harness;
+mod hosts;
 #[expect(dead_code, reason = "demonstrations and benchmarks use the rest of it")]
 #[path = "../../../cli/src/lab/mod.rs"]
 mod lab;
