@@ -38,9 +38,9 @@ pub struct Stamp {
     /// How the run began.
     pub began: Began,
     /// Set whenever this run began at a checkpoint of another session, hence also when a fork crashed before its own first
-    /// checkpoint. The position that the guest tells then counts in that session's journal; in its own it is 0.
+    /// checkpoint. The position that the guest tells then counts in that session's journal, from whose numbers its own go on.
     pub origin: Option<Origin>,
-    /// Whether entries of this session's own journal after the position are served again.
+    /// Whether entries after the position are served again; for a fork those of its parent (`--replay parent`).
     pub replay: ReplayMode,
     /// Whose keys and budget.
     pub user: String,
@@ -69,10 +69,6 @@ pub struct Origin {
     pub session: SessionId,
     /// The checkpoint's journal position, if the node knows it; else the relay's own is used.
     pub at_seq: Option<u64>,
-    /// The parent's entries after the position are served too (`--replay parent`). Those that were open at it are joined
-    /// in any case.
-    #[serde(default)]
-    pub replay: bool,
 }
 
 /// Whether a timeline is served from its ancestors' entries after the position.
@@ -209,7 +205,7 @@ mod tests {
             session: SessionId([3; 16]),
             token: RunToken { generation: 0, epoch: 1, run: 2 },
             began: Began::Resume,
-            origin: Some(Origin { session: SessionId([4; 16]), at_seq: Some(5), replay: true }),
+            origin: Some(Origin { session: SessionId([4; 16]), at_seq: Some(5) }),
             replay: ReplayMode::On,
             user: "alice".into(),
             replicas: vec![1, 2],

@@ -182,7 +182,6 @@ pub fn environment(agent: &Agent, account: &Account, term: Option<&str>) -> Vec<
 fn gateway_environment() -> impl Iterator<Item = (String, String)> {
     let gateway = format!("http://127.0.0.1:{}", ks_relay::PORT);
     let proxy = format!("http://127.0.0.1:{}", ks_relay::EGRESS_PORT);
-    let socks = format!("socks5h://127.0.0.1:{}", ks_relay::EGRESS_PORT);
     let own = "127.0.0.1,localhost,::1";
     [
         ("OPENAI_BASE_URL", format!("{gateway}/openai/v1")),
@@ -195,9 +194,10 @@ fn gateway_environment() -> impl Iterator<Item = (String, String)> {
         ("http_proxy", proxy.clone()),
         ("https_proxy", proxy.clone()),
         ("HTTP_PROXY", proxy.clone()),
-        ("HTTPS_PROXY", proxy),
-        ("ALL_PROXY", socks.clone()),
-        ("all_proxy", socks),
+        ("HTTPS_PROXY", proxy.clone()),
+        // Not socks5h://, although the port speaks it: some HTTP libraries refuse to start without a further package then.
+        ("ALL_PROXY", proxy.clone()),
+        ("all_proxy", proxy),
         ("NO_PROXY", own.into()),
         ("no_proxy", own.into()),
     ]

@@ -90,10 +90,10 @@ impl<D: Dial> Relay<D> {
         Self { inner: Arc::new(Inner { dial, timeline, calls, connections, spool }) }
     }
 
-    /// The machine was restored: a new timeline begins. With `other_session` it belongs to another session now, whose
-    /// journal counts from one again. To be called before a stream can be opened again.
-    pub fn restored(&self, nonce: Nonce, other_session: bool) {
-        self.inner.timeline(|t| t.restored(nonce, other_session));
+    /// The machine was restored, as the same session or as a fork: a new timeline begins. To be called before a stream can
+    /// be opened again.
+    pub fn restored(&self, nonce: Nonce) {
+        self.inner.timeline(|t| t.restored(nonce));
     }
 
     /// Serves programs on `listener` for ever.

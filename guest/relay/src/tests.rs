@@ -123,7 +123,7 @@ async fn a_restored_relay_rejoins_under_the_old_name_in_the_new_timeline() {
         first.head(5, None).await;
         first.data(&ANSWER[..7]).await;
         within("the first bytes", seen.notified()).await;
-        relay.restored([2; 16], false);
+        relay.restored([2; 16]);
         drop(first);
         let (mut stream, ask, _) = gateway.ask().await;
         let RelayAsk::Rejoin(r) = ask else { panic!("{ask:?}") };

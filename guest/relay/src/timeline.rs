@@ -31,15 +31,11 @@ impl Timeline {
         Self { nonce: hex::encode(nonce), prior: None, position: 0, highest: 0, calls: 0 }
     }
 
-    /// A new timeline. The journal of another session counts from one again: what is told later must not be mixed with
-    /// what was told of the old one.
-    pub fn restored(&mut self, nonce: Nonce, other_session: bool) {
+    /// A new timeline. A fork's journal goes on from its parent's numbers, so the position stays true there too.
+    pub fn restored(&mut self, nonce: Nonce) {
         self.prior = Some(std::mem::replace(&mut self.nonce, hex::encode(nonce)));
         self.position = self.highest;
         self.calls = 0;
-        if other_session {
-            self.highest = 0;
-        }
     }
 
     /// The gateway told of an entry.
@@ -69,20 +65,9 @@ mod tests {
         t.told(4);
         t.told(2);
         assert_eq!(t.facts(), Facts { nonce: "01".repeat(16), prior: None, position: 0 });
-        t.restored([2; 16], false);
+        t.restored([2; 16]);
         let next = t.next_call();
         assert_eq!((next.nonce_hex.as_str(), next.counter), ("02".repeat(16).as_str(), 1));
         assert_eq!(t.facts(), Facts { nonce: "02".repeat(16), prior: Some("01".repeat(16)), position: 4 });
-    }
-
-    #[test]
-    fn a_fork_counts_in_its_own_journal_afterwards() {
-        let mut t = Timeline::new([1; 16]);
-        t.told(50);
-        t.restored([2; 16], true);
-        assert_eq!(t.facts().position, 50, "in the parent's journal");
-        t.told(3);
-        t.restored([3; 16], false);
-        assert_eq!(t.facts().position, 3, "in its own");
     }
 }

@@ -68,8 +68,7 @@ pub async fn run(agent: &Arc<Agent>, wanted: Wanted) -> Result<(), Refusal> {
 fn begin_timeline(agent: &Agent, kind: HookKind) {
     match kind {
         HookKind::AfterPause => {}
-        HookKind::Boot | HookKind::Resume => agent.relay.restored(crate::agent::nonce(), false),
-        HookKind::Fork => agent.relay.restored(crate::agent::nonce(), true),
+        HookKind::Boot | HookKind::Resume | HookKind::Fork => agent.relay.restored(crate::agent::nonce()),
     }
 }
 
