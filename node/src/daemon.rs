@@ -94,6 +94,10 @@ pub async fn run(config: Config) -> Result<u8> {
     let door = Door::Local { port, token: token.into() };
     serve(&node, listener, serve::through(&router, door)).await?;
     GOING.store(true, Ordering::Release);
+    let leaves_vms = node.handles().iter().any(|h| h.view.borrow().vm.is_some());
+    if !leaves_vms && !node.restart.load(Ordering::Acquire) {
+        node.gateway.end().await;
+    }
     node.fleet.shutdown().await;
     // Nobody is to be sent to a node that has ended in good order. The port is kept for the next one.
     if !node.restart.load(Ordering::Acquire)

@@ -3,6 +3,8 @@
 use crate::fleet::Fleet;
 use crate::host::engine::{EngineChoice, HostFacts};
 use crate::host::files::Layout;
+use crate::host::gateway::Gateway;
+use crate::host::gateway::began::NoteBook;
 use crate::host::golden::GoldenWork;
 use crate::host::session::SessionHandle;
 use crate::host::state::StateStore;
@@ -35,6 +37,10 @@ pub struct Node {
     pub golden: GoldenWork,
     /// What it last read about itself, and when.
     pub told: Mutex<Option<(std::time::Instant, ks_net::NodeFacts)>>,
+    /// Model calls, keys and other egress of the sessions: the process outside.
+    pub gateway: Arc<Gateway>,
+    /// What the next run of a session must know.
+    pub notes: NoteBook,
     /// This node's part in the fleet.
     pub fleet: Arc<Fleet>,
     /// Set when ksd is about to end on purpose: nothing new is started.
@@ -53,6 +59,8 @@ impl Node {
     pub fn new(layout: Layout, state: StateStore, supply: Supply, fleet: Arc<Fleet>) -> Arc<Self> {
         let facts = HostFacts::probe();
         let engine = facts.choose("auto");
+        let gateway = Gateway::new(&layout, &supply.keys);
+        let notes = NoteBook::new(gateway.dir());
         Arc::new(Self {
             layout,
             state,
@@ -61,6 +69,8 @@ impl Node {
             engine,
             golden: GoldenWork::default(),
             told: Mutex::default(),
+            gateway,
+            notes,
             fleet,
             ending: AtomicBool::new(false),
             restart: AtomicBool::new(false),

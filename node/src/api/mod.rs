@@ -4,6 +4,7 @@ mod auth;
 mod bridge;
 mod files;
 mod fleet;
+mod gateway;
 mod images;
 pub mod internal;
 mod pass_on;
@@ -60,6 +61,19 @@ pub fn router(app: App) -> Router {
         .route("/sessions/{name}/files", files)
         .route("/sessions/{name}/exec", get(bridge::exec))
         .route("/sessions/{name}/attach", get(bridge::attach))
+        .route("/sessions/{name}/ledger", get(gateway::ledger))
+        .route("/sessions/{name}/ledger/verify", post(gateway::verify))
+        .route("/sessions/{name}/ledger/reconcile", post(gateway::reconcile))
+        .route("/sessions/{name}/ledger/resolve", post(gateway::resolve))
+        .route("/sessions/{name}/egress", get(gateway::egress).put(gateway::set_egress))
+        .route("/gateway", get(gateway::stats))
+        .route("/gateway/keys", get(gateway::keys).post(gateway::add_key))
+        .route("/gateway/keys/{provider}", axum::routing::delete(gateway::remove_key))
+        .route("/gateway/keys/{provider}/test", post(gateway::test_key))
+        .route("/gateway/providers", get(gateway::providers).post(gateway::add_provider))
+        .route("/gateway/providers/{name}", axum::routing::delete(gateway::remove_provider))
+        .route("/gateway/cost", get(gateway::cost))
+        .route("/gateway/budgets", get(gateway::budgets).put(gateway::set_budget))
         .route("/fleet", get(fleet::info))
         .route("/fleet/token", post(fleet::token))
         .route("/fleet/join", post(fleet::join))

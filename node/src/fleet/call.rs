@@ -47,6 +47,14 @@ pub async fn get<T: DeserializeOwned>(fleet: &Fleet, to: u64, path: &str) -> Res
     serde_json::from_slice(&bytes).map_err(odd)
 }
 
+/// Any short call with a JSON body; its answer is not looked at.
+///
+/// # Errors
+/// As [`get`].
+pub async fn tell(fleet: &Fleet, to: u64, method: Method, path: &str, body: &impl Serialize) -> Result<(), ApiError> {
+    send(fleet, to, method, path, serde_json::to_vec(body).map_err(odd)?).await.map(drop)
+}
+
 /// GET, as bytes that come while they are read.
 ///
 /// # Errors

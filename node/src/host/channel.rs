@@ -1,4 +1,4 @@
-//! The guest channel's node end: one yamux connection over the VMM's channel socket, whose streams we open.
+//! The guest channel's node end: one yamux connection over the VMM's channel socket. We open streams, and the guest's relay does.
 
 use futures::future::poll_fn;
 use std::io;
@@ -11,6 +11,12 @@ use tokio_util::compat::{Compat, FuturesAsyncReadCompatExt, TokioAsyncReadCompat
 /// Streams that may wait to be opened.
 const OPENING_MAX: usize = 64;
 
+/// Streams of one connection at once, ours and the guest's; yamux wants 256 KiB of window for each.
+const STREAMS_MAX: usize = 2048;
+
+/// Where streams that the guest opens go; what finds no room is reset.
+pub type Inbound = mpsc::Sender<GuestStream>;
+
 /// One stream to the guest.
 pub type GuestStream = Compat<yamux::Stream>;
 
@@ -22,21 +28,23 @@ pub struct Channel {
 }
 
 impl Channel {
-    /// Connects to the VMM's channel socket.
+    /// Connects to the VMM's channel socket. Without `inbound`, streams of the guest are reset.
     ///
     /// # Errors
     /// If nothing listens there.
-    pub async fn connect(path: &Path) -> io::Result<Self> {
-        Ok(Self::over(UnixStream::connect(path).await?))
+    pub async fn connect(path: &Path, inbound: Option<Inbound>) -> io::Result<Self> {
+        Ok(Self::over(UnixStream::connect(path).await?, inbound))
     }
 
     /// Over a connected socket.
-    pub fn over(socket: UnixStream) -> Self {
+    pub fn over(socket: UnixStream, inbound: Option<Inbound>) -> Self {
         let (open, rx) = mpsc::channel(OPENING_MAX);
         let (tx, closed) = watch::channel(false);
-        let connection = yamux::Connection::new(socket.compat(), yamux::Config::default(), yamux::Mode::Client);
+        let mut config = yamux::Config::default();
+        config.set_max_num_streams(STREAMS_MAX);
+        let connection = yamux::Connection::new(socket.compat(), config, yamux::Mode::Client);
         tokio::spawn(async move {
-            drive(connection, rx).await;
+            drive(connection, rx, inbound).await;
             let _ = tx.send(true);
         });
         Self { open, closed }
@@ -62,6 +70,7 @@ impl Channel {
 async fn drive(
     mut connection: yamux::Connection<Compat<UnixStream>>,
     mut rx: mpsc::Receiver<oneshot::Sender<io::Result<GuestStream>>>,
+    inbound: Option<Inbound>,
 ) {
     let mut waiting: Option<oneshot::Sender<io::Result<GuestStream>>> = None;
     let lost = poll_fn(|cx| {
@@ -82,8 +91,12 @@ async fn drive(
                 continue;
             }
             return match connection.poll_next_inbound(cx) {
-                // The guest opens no streams: one that does is dropped, which resets it.
-                Poll::Ready(Some(Ok(_))) => continue,
+                Poll::Ready(Some(Ok(stream))) => {
+                    if let Some(to) = &inbound {
+                        let _ = to.try_send(stream.compat());
+                    }
+                    continue;
+                }
                 Poll::Ready(Some(Err(_)) | None) => Poll::Ready(true),
                 Poll::Pending => Poll::Pending,
             };

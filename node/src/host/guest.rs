@@ -1,11 +1,12 @@
 //! What the node asks of `ks-guest`, each with a deadline: a guest that never answers is an error, not a hang.
 
-use super::channel::{Channel, GuestStream};
+use super::channel::{Channel, GuestStream, Inbound};
 use ks_proto::api::ApiError;
 use ks_proto::guest::{Check, FileEntry, GuestAnswer, GuestRequest, HookKind, MESSAGE_BYTES_MAX, PROTOCOL};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt};
 
@@ -43,14 +44,28 @@ struct Inner {
     socket: PathBuf,
     console: PathBuf,
     channel: tokio::sync::Mutex<Option<Channel>>,
+    /// Where streams that the guest opens go.
+    inbound: OnceLock<Inbound>,
+    /// A hook was answered: this VM is in its present timeline, and a new connection changes nothing of that.
+    hooked: AtomicBool,
 }
 
 impl Guest {
     /// The guest behind the channel socket of the run folder `dir`; nothing is connected yet.
     pub fn of(dir: &Path) -> Self {
-        let inner =
-            Inner { socket: dir.join("channel.sock"), console: dir.join("console.log"), channel: tokio::sync::Mutex::new(None) };
+        let inner = Inner {
+            socket: dir.join("channel.sock"),
+            console: dir.join("console.log"),
+            channel: tokio::sync::Mutex::new(None),
+            inbound: OnceLock::new(),
+            hooked: AtomicBool::new(false),
+        };
         Self { inner: Arc::new(inner) }
+    }
+
+    /// From the next connection on, streams that the guest opens go there. Only the first call counts.
+    pub fn carry_to(&self, inbound: Inbound) {
+        let _ = self.inner.inbound.set(inbound);
     }
 
     async fn channel(&self) -> io::Result<Channel> {
@@ -58,8 +73,11 @@ impl Guest {
         match held.as_ref().filter(|c| !c.is_closed()) {
             Some(c) => Ok(c.clone()),
             None => {
-                let c = Channel::connect(&self.inner.socket).await?;
+                let c = Channel::connect(&self.inner.socket, self.inner.inbound.get().cloned()).await?;
                 *held = Some(c.clone());
+                if self.inner.hooked.load(Ordering::Acquire) {
+                    tokio::spawn(relay_go(c.clone()));
+                }
                 Ok(c)
             }
         }
@@ -147,7 +165,9 @@ impl Guest {
             hostname: hostname.to_owned(),
             machine_id_hex: hex::encode(machine_id),
         };
-        self.order(&request, SHORT).await.map(drop)
+        self.order(&request, SHORT).await?;
+        self.inner.hooked.store(true, Ordering::Release);
+        Ok(())
     }
 
     /// Freezes the user's processes.
@@ -297,6 +317,17 @@ impl Guest {
             Err(_) => Err(self.silent("exec", format!("not done in {} s", deadline.as_secs()))),
         }
     }
+}
+
+/// Lets the guest's relay use a connection that took the place of a broken one. Older guests refuse it; they have no relay.
+async fn relay_go(channel: Channel) {
+    let go = async {
+        let mut s = channel.stream().await?;
+        write_message(&mut s, &GuestRequest::RelayGo {}).await?;
+        read_message::<GuestAnswer>(&mut s).await
+    };
+    // A guest that does not answer is noticed by whoever asks it next.
+    let _ = tokio::time::timeout(SHORT, go).await;
 }
 
 /// Pure: runs of paths that fit a message each, whatever JSON makes of their characters.

@@ -1,5 +1,6 @@
 //! Starting a session's VM, adopting one, and taking a checkpoint of it.
 
+use super::gateway::{began, carry};
 use super::guest::{HELLO_RESTORED, SHORT};
 use super::image::image_dir;
 use super::session::{Steer, run_dir};
@@ -63,12 +64,19 @@ pub async fn launch_session(
     verify_eager: bool,
     steer: &Steer,
 ) -> Result<(LiveVm, Duration), ApiError> {
+    let notes = node.notes.read(&id);
     let gone = || ApiError::new("not-found", "the session is gone", "it was removed meanwhile", "ks ls");
     let record = node.state.read().sessions.get(&id).cloned().ok_or_else(gone)?;
     fetch::ensure_start(node, id, token, from.id).await?;
     let dir = run_dir(node, id, token);
     let vm = launch(&node.supply, &dir, &spec(node, &record, token, from.id, verify_eager), sink(node, id, token)).await?;
     let restored = tokio::time::Instant::now();
+    let stamp = began::stamp(&record, token, from.id, from.kind, &notes, !node.fleet.alone());
+    if let Err(e) = began::keep(&dir, &stamp) {
+        vm.kill();
+        return Err(ApiError::new("disk-full", "the run's stamp is not kept", e.to_string(), "free space in the data folder"));
+    }
+    carry::attach(node, &vm, stamp);
     match make_ready(&vm, &record, from.kind, steer).await {
         Ok(()) => Ok((vm, restored.elapsed())),
         Err(e) => {
@@ -111,6 +119,11 @@ async fn make_ready(vm: &LiveVm, r: &SessionRecord, kind: HeadKind, steer: &Stee
 pub async fn adopt(node: &Arc<Node>, r: &SessionRecord, dir: &Path) -> Result<LiveVm, String> {
     let spec = spec(node, r, r.token, r.head, false);
     let vm = LiveVm::adopt(&node.supply, dir, &spec, r.head, sink(node, r.id, r.token)).await?;
+    // One of an earlier version has none: then it is as after a crash.
+    let head = head_of(r, r.head);
+    let stamp = began::kept(dir)
+        .unwrap_or_else(|| began::stamp(r, r.token, head.id, head.kind, &began::Notes::default(), !node.fleet.alone()));
+    carry::attach(node, &vm, stamp);
     let guest = &vm.guest;
     let work = async {
         guest.hello(SHORT).await?;

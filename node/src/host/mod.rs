@@ -6,6 +6,7 @@ pub mod control;
 pub mod engine;
 pub mod events;
 pub mod files;
+pub mod gateway;
 pub mod golden;
 pub mod guest;
 pub mod heartbeat;

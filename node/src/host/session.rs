@@ -1,6 +1,7 @@
 //! Acts for one session machine: feeds it inputs, carries out its effects, and keeps its VM at hand.
 
 use super::clock;
+use super::gateway::began::Notes;
 use super::heartbeat;
 use super::launch;
 use super::process;
@@ -131,6 +132,7 @@ pub fn start(node: &Arc<Node>, record: &SessionRecord, state: SessionState, firs
         epoch: record.token.epoch,
         since: tokio::time::Instant::now(),
         back: None,
+        rewind: None,
     };
     let node = node.clone();
     let record = record.clone();
@@ -218,6 +220,8 @@ struct Actor {
     since: tokio::time::Instant,
     /// From there to a restored VM, and what its hook took.
     back: Option<(Duration, Duration)>,
+    /// The restore that a person waits for.
+    rewind: Option<AskId>,
 }
 
 impl Actor {
@@ -235,6 +239,9 @@ impl Actor {
                         let ask = self.next_ask;
                         self.next_ask += 1;
                         self.asks.insert(ask, tx);
+                        if let Request::Restore { to, .. } = &request {
+                            self.note_rewind(ask, to.id);
+                        }
                         Input::Ask(ask, request)
                     }
                 },
@@ -256,6 +263,16 @@ impl Actor {
         }
     }
 
+    /// The run that begins there is a person's choice, also if ksd dies before it lives: other answers are wanted.
+    fn note_rewind(&mut self, ask: AskId, to: CheckpointId) {
+        let Some(node) = self.node.upgrade() else { return };
+        let notes = Notes { rewind: Some(to), ..node.notes.read(&self.id) };
+        match node.notes.write(&self.id, &notes) {
+            Ok(()) => self.rewind = Some(ask),
+            Err(e) => tracing::warn!(session = self.name, "a restore is not noted, model calls may be served again: {e}"),
+        }
+    }
+
     /// A busy VM is not idle.
     fn probe_activity(&self, last: &mut (tokio::time::Instant, f64)) -> Option<Input> {
         let pid = self.view.borrow().vm.as_ref()?.pid;
@@ -270,6 +287,9 @@ impl Actor {
         self.back = hook.map(|hook| (self.since.elapsed().saturating_sub(hook), hook));
         let (mut ended, token, tx) = (vm.ended.clone(), vm.token, self.tx.clone());
         self.run_token = token;
+        if let Some(node) = self.node.upgrade() {
+            node.notes.rewound(&self.id);
+        }
         self.view.send_modify(|v| v.vm = Some(vm.clone()));
         let beat = self.tx.clone();
         tokio::spawn(async move {
@@ -363,6 +383,11 @@ impl Actor {
                 let _ = tokio::task::spawn_blocking(move || state.event(&name, kind, &text)).await;
             }
             Effect::Reply { ask, result } => {
+                if self.rewind == Some(ask) {
+                    self.rewind = None;
+                    // Refused: no run begins there because of it.
+                    node.notes.rewound(&self.id);
+                }
                 if let Some(tx) = self.asks.remove(&ask) {
                     let _ = tx.send(result);
                 }
@@ -380,6 +405,7 @@ impl Actor {
             Effect::Forget => {
                 self.record_it(node, Command::RemoveSession { id: self.id }).await;
                 node.drop_handle(&self.id);
+                forget_calls(node, self.id).await;
                 for (_, tx) in std::mem::take(&mut self.asks) {
                     let _ = tx.send(Ok(Answer::Done));
                 }
@@ -476,6 +502,15 @@ fn parts(lapse: Option<Lapse>, back: Option<(Duration, Duration)>) -> Interrupti
         restore_ms: back.map(|b| ms(b.0)),
         hook_ms: back.map(|b| ms(b.1)),
     }
+}
+
+/// A removed session's journal goes with it, unless a fork goes on from it.
+async fn forget_calls(node: &Arc<Node>, id: SessionId) {
+    if node.state.read().sessions.contains_key(&id) {
+        return;
+    }
+    let _ = node.notes.write(&id, &Notes::default());
+    node.gateway.forget(id).await;
 }
 
 /// True if another member might start the session.

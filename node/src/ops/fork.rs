@@ -3,6 +3,7 @@
 use super::create::{apply, finish, parse_name};
 use super::describe;
 use super::verbs::find_checkpoint;
+use crate::host::gateway::began::Notes;
 use crate::host::session::{First, SessionHandle, Steer, start};
 use crate::host::{clock, files};
 use crate::node::Node;
@@ -34,8 +35,9 @@ pub async fn fork(node: &Arc<Node>, name: &str, f: Fork, steps: &Steps) -> Resul
     let names = child_names(node, &parent, n, &f.names)?;
     let point = fork_point(node, name, &parent, f.checkpoint.as_deref(), steps).await?;
     steps.step(format!("starting {n} from c{}", point.number), 0, u64::from(n));
-    let children =
-        names.into_iter().map(|child| one(node.clone(), parent.clone(), point.clone(), child, steer.clone(), steps.clone()));
+    let children = names
+        .into_iter()
+        .map(|child| one(node.clone(), parent.clone(), point.clone(), child, steer.clone(), steps.clone(), f.replay_parent));
     let results = futures::future::join_all(children).await;
     let (good, bad): (Vec<_>, Vec<_>) = results.into_iter().partition(|r| r.1.is_ok());
     first_checkpoints(node, good.iter().filter_map(|g| g.1.as_ref().ok()).filter_map(|s| node.handle(&s.id)).collect());
@@ -136,6 +138,17 @@ async fn fork_point(
     }
 }
 
+/// The child may reach what its parent may, and is served its parent's later calls only if that was asked for.
+async fn calls_of_child(node: &Arc<Node>, parent: SessionId, child: SessionId, replay_parent: bool) -> Result<(), ApiError> {
+    if replay_parent {
+        let notes = Notes { replay_parent, ..Notes::default() };
+        node.notes.write(&child, &notes).map_err(|e| {
+            ApiError::new("disk-full", "the fork", format!("--replay is not noted: {e}"), "free space in the data folder")
+        })?;
+    }
+    node.gateway.inherit_egress(parent, child).await
+}
+
 async fn one(
     node: Arc<Node>,
     parent: SessionRecord,
@@ -143,6 +156,7 @@ async fn one(
     name: SessionName,
     steer: Steer,
     steps: Steps,
+    replay_parent: bool,
 ) -> (SessionName, Result<Session, ApiError>) {
     let id = SessionId(files::random());
     let from = ForkPoint { session: parent.id, name: parent.name.to_string(), number: point.number, checkpoint: point.id };
@@ -161,6 +175,7 @@ async fn one(
     };
     let work = async {
         apply(&node, command).await?;
+        calls_of_child(&node, parent.id, id, replay_parent).await?;
         let record = node.record(&id.to_hex())?;
         let handle = start(&node, &record, SessionState::Creating, First::Begin(steer));
         let run = async {

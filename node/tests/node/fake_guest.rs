@@ -1,15 +1,17 @@
 //! A guest whose whole memory is one small map of files, so that what a checkpoint keeps can be seen.
 
-use futures::StreamExt;
 use futures::future::poll_fn;
 use ks_node::host::guest::{read_exec_frame, read_message, write_message};
 use ks_proto::guest::{Check, ExecFrame, FileEntry, GuestAnswer, GuestRequest, HookKind, PROTOCOL};
+use ks_proto::relay::{RelayAnswer, RelayAsk};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
+use std::task::Poll;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::UnixStream;
+use tokio::sync::{mpsc, oneshot};
 use tokio_util::compat::{FuturesAsyncReadCompatExt, TokioAsyncReadCompatExt};
 
 /// What is in the guest's memory.
@@ -25,6 +27,18 @@ pub struct Memory {
     pub main: Vec<String>,
 }
 
+type Opens = mpsc::Sender<oneshot::Sender<yamux::Stream>>;
+
+/// Asks for egress to `host` over a stream of the guest's own; the answer as JSON.
+async fn relay(opens: &Opens, host: &str) -> std::io::Result<Vec<u8>> {
+    let (tx, rx) = oneshot::channel();
+    opens.send(tx).await.map_err(std::io::Error::other)?;
+    let mut stream = rx.await.map_err(std::io::Error::other)?.compat();
+    write_message(&mut stream, &RelayAsk::Egress { host: host.into(), port: 443 }).await?;
+    let answer: RelayAnswer = read_message(&mut stream).await?;
+    Ok(serde_json::to_vec(&answer)?)
+}
+
 #[derive(Clone)]
 pub struct FakeGuest {
     pub memory: Arc<Mutex<Memory>>,
@@ -35,17 +49,37 @@ pub struct FakeGuest {
 impl FakeGuest {
     pub async fn serve(self, socket: UnixStream) {
         let mut connection = yamux::Connection::new(socket.compat(), yamux::Config::default(), yamux::Mode::Server);
-        let streams = futures::stream::poll_fn(move |cx| connection.poll_next_inbound(cx));
-        tokio::pin!(streams);
-        while let Some(Ok(stream)) = poll_fn(|cx| streams.poll_next_unpin(cx)).await {
-            let this = self.clone();
-            tokio::spawn(async move {
-                let _ = this.stream(stream.compat()).await;
-            });
-        }
+        let (opens, mut wanted) = mpsc::channel::<oneshot::Sender<yamux::Stream>>(8);
+        let mut waiting: Option<oneshot::Sender<yamux::Stream>> = None;
+        poll_fn(|cx| {
+            loop {
+                if waiting.is_none()
+                    && let Poll::Ready(Some(next)) = wanted.poll_recv(cx)
+                {
+                    waiting = Some(next);
+                }
+                if waiting.is_some()
+                    && let Poll::Ready(Ok(stream)) = connection.poll_new_outbound(cx)
+                {
+                    let _ = waiting.take().map(|to| to.send(stream));
+                    continue;
+                }
+                match connection.poll_next_inbound(cx) {
+                    Poll::Ready(Some(Ok(stream))) => {
+                        let (this, opens) = (self.clone(), opens.clone());
+                        tokio::spawn(async move {
+                            let _ = this.stream(stream.compat(), opens).await;
+                        });
+                    }
+                    Poll::Ready(_) => return Poll::Ready(()),
+                    Poll::Pending => return Poll::Pending,
+                }
+            }
+        })
+        .await;
     }
 
-    async fn stream(&self, mut s: impl AsyncRead + AsyncWrite + Unpin) -> std::io::Result<()> {
+    async fn stream(&self, mut s: impl AsyncRead + AsyncWrite + Unpin, opens: Opens) -> std::io::Result<()> {
         let request: GuestRequest = read_message(&mut s).await?;
         if self.faults.join("silent-guest").exists() {
             return std::future::pending().await;
@@ -83,6 +117,13 @@ impl FakeGuest {
                 self.memory.lock().unwrap().main = argv;
                 write_message(&mut s, &ok).await
             }
+            GuestRequest::Exec { argv, .. } if argv[0] == "relay" => {
+                let answer = relay(&opens, &argv[1]).await?;
+                write_message(&mut s, &ok).await?;
+                s.write_all(&ExecFrame::Stdout(answer).encode()).await?;
+                s.write_all(&ExecFrame::Exit { code: 0, signal: 0 }.encode()).await?;
+                s.shutdown().await
+            }
             GuestRequest::Exec { argv, .. } => self.exec(&mut s, argv).await,
             GuestRequest::Attach { .. } | GuestRequest::PutTar { .. } | GuestRequest::GetTar { .. } => {
                 self.transfer(&mut s, request).await
@@ -101,7 +142,7 @@ impl FakeGuest {
                 s.write_all(self.listing(hash, &paths).as_bytes()).await?;
                 s.shutdown().await
             }
-            GuestRequest::Sync {} | GuestRequest::PowerOff {} => write_message(&mut s, &ok).await,
+            GuestRequest::RelayGo {} | GuestRequest::Sync {} | GuestRequest::PowerOff {} => write_message(&mut s, &ok).await,
         }
     }
 

@@ -62,6 +62,9 @@ impl TestNode {
         let main = "fake_vmm::main_when_started_as_ks_vmm";
         let vmm = format!("#!/bin/sh\nexec {} --exact {main} --nocapture --test-threads=1 -- \"$@\"\n", this.display());
         script(&dir.path().join("bin/ks-vmm"), &vmm);
+        let main = "fake_gateway::main_when_started_as_ksgw";
+        let ksgw = format!("#!/bin/sh\nexec {} --exact {main} --nocapture --test-threads=1 -- \"$@\"\n", this.display());
+        script(&dir.path().join("bin/ksgw"), &ksgw);
         script(&dir.path().join("bin/ks-image"), IMAGE_SCRIPT);
         script(&dir.path().join("bin/qemu"), "#!/bin/sh\necho 'QEMU emulator version 0 (fake)'\n");
         Self { dir, ksd: None, supervised, http: http() }
@@ -69,6 +72,11 @@ impl TestNode {
 
     pub fn data(&self) -> PathBuf {
         self.dir.path().join("data")
+    }
+
+    /// A program of the node.
+    pub fn bin(&self, name: &str) -> PathBuf {
+        self.dir.path().join("bin").join(name)
     }
 
     pub fn fault(&self, name: &str, on: bool) {

@@ -4,11 +4,15 @@
 #[cfg(test)]
 mod api;
 #[cfg(test)]
+mod fake_gateway;
+#[cfg(test)]
 mod fake_guest;
 #[cfg(test)]
 mod fake_vmm;
 #[cfg(test)]
 mod fleet;
+#[cfg(test)]
+mod gateway;
 #[cfg(test)]
 mod harness;
 #[cfg(test)]
