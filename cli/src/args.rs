@@ -1,6 +1,7 @@
 //! The command line, as types. Says nothing about what a verb does.
 
 pub use crate::args_fleet::{Blob, Context, Fleet, Join, Login, Node, User};
+pub use crate::args_gateway::{Budget, Cost, Egress, Key, Ledger, LedgerAct, Provider};
 use crate::{bench, demo, host::names};
 use clap::{Args, Parser, Subcommand};
 use clap_complete::engine::ArgValueCompleter;
@@ -111,6 +112,22 @@ pub enum Verb {
     /// List, choose and forget contexts
     #[command(subcommand)]
     Context(Context),
+    /// Keep providers' keys outside the sessions
+    #[command(subcommand)]
+    Key(Key),
+    /// Providers of models that sessions may call
+    #[command(subcommand)]
+    Provider(Provider),
+    /// A session's model calls: bought, served again, open
+    Ledger(Ledger),
+    /// What model calls cost, by session, day or model
+    Cost(Cost),
+    /// Limits on what model calls may cost
+    #[command(subcommand)]
+    Budget(Budget),
+    /// What else a session may reach
+    #[command(subcommand)]
+    Egress(Egress),
     /// Build, import, list and delete guest images
     #[command(subcommand)]
     Image(Image),
@@ -322,6 +339,9 @@ pub struct Fork {
     /// Put this file into each child before it goes on
     #[arg(long, value_name = "FILE[:/GUEST/PATH]")]
     pub steer: Vec<String>,
+    /// Serve the children what their parent bought after the checkpoint, instead of asking anew
+    #[arg(long, value_parser = ["parent"], value_name = "parent")]
+    pub replay: Option<String>,
 }
 
 #[derive(Debug, Args)]

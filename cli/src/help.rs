@@ -11,13 +11,13 @@ KeepState: machines for coding agents that survive a crash. First steps:
   ks checkpoint NAME -m \"tests green\"    a point to go back to (ks restore NAME@c7)
   ks fork NAME@c7 -n 3                   three machines that go on from there
   ks kill NAME                           crash it on purpose and see it come back
-Look: show checkpoints tree diff logs events   Move: cp park wake stop rm   More: node fleet user image demo
+Look: show checkpoints tree diff logs events ledger   Move: cp park wake stop rm   More: key node fleet user image demo
 Every verb: --json --quiet --no-input. `ks VERB --help` has the options.
-Topics: ks help config | exit-codes | terminal | sync | checkpoints | fleet | completion
+Topics: ks help config | exit-codes | terminal | sync | checkpoints | models | fleet | completion
 ";
 
 /// Topics and their text.
-pub const TOPICS: [(&str, &str); 8] = [
+pub const TOPICS: [(&str, &str); 9] = [
     (
         "config",
         "\
@@ -117,6 +117,19 @@ Machines that hold each other's checkpoints: when one dies, its sessions go on a
   ks context ls | use | rm          the fleets you know; each has several addresses, any node serves any request
 A checkpoint is local, replicating or durable: as many nodes have it as the policy says (ks fleet policy). Three
 machines survive one; two cannot lose either. Without a quorum sessions stand still, and go on when it is back.
+",
+    ),
+    (
+        "models",
+        "\
+Programs in a session call models at http://127.0.0.1:4180/PROVIDER; base URLs and a dummy key are in their environment.
+  ks key add anthropic              the real key, asked for or from stdin; sealed on the node, never in a session
+  ks provider add NAME ...          any server that speaks a known API
+  ks ledger S [--csv] ; ks cost     calls, what they cost, what was served again; ks ledger verify S
+  ks budget set 20 [--session S]    calls that would go over are refused
+  ks egress allow S pypi.org        whatever else it may reach: nothing by default
+After a crash, a move or a wake, calls since the checkpoint are served from the journal, not bought again; an answer on
+its way goes on at the byte. After ks restore and in forks new calls are made (not with ks fork --replay parent).
 ",
     ),
     (

@@ -2,6 +2,7 @@
 
 mod args;
 mod args_fleet;
+mod args_gateway;
 mod bench;
 mod config;
 mod context;
@@ -12,6 +13,7 @@ mod help;
 mod host;
 mod human;
 mod lab;
+mod ledger;
 mod modes;
 mod output;
 mod plan;

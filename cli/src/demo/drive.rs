@@ -57,6 +57,19 @@ pub fn ok(args: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&o.stdout).trim().to_owned())
 }
 
+/// As [`ok`], with something on its standard input.
+pub fn ok_with_input(args: &[&str], input: &[u8]) -> Result<String> {
+    use std::io::Write as _;
+    let mut c = command(args)?;
+    let mut child = c.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().context("starting ks")?;
+    child.stdin.take().context("it has an input")?.write_all(input)?;
+    let o = child.wait_with_output()?;
+    if !o.status.success() {
+        bail!("{} failed ({}): {}", named(args), o.status, String::from_utf8_lossy(&o.stderr).trim());
+    }
+    Ok(String::from_utf8_lossy(&o.stdout).trim().to_owned())
+}
+
 /// The call in one line: a program that was given as text is cut.
 fn named(args: &[&str]) -> String {
     let line = format!("ks {}", args.join(" "));

@@ -6,6 +6,7 @@ pub mod drive;
 pub mod fleet;
 mod fork;
 mod kill;
+mod replay;
 mod repo;
 pub mod report;
 
@@ -44,6 +45,18 @@ enum Demo {
         #[arg(long)]
         keep: bool,
     },
+    /// A program streams ten answers of a model; VM and daemon are killed in one; every byte comes, nothing is bought twice
+    Replay {
+        /// Tokens of each answer
+        #[arg(long, default_value_t = 60)]
+        tokens: u64,
+        /// Milliseconds between two tokens of the stand-in provider
+        #[arg(long, default_value_t = 60, value_name = "MS")]
+        slow: u64,
+        /// Leave the session for a look around
+        #[arg(long)]
+        keep: bool,
+    },
     /// One parent, three children: the same past, nothing shared after
     Fork {
         /// Leave the sessions for a look around
@@ -60,6 +73,7 @@ pub async fn run(args: DemoArgs, _ctx: &Ctx) -> Res<u8> {
     let work = tokio::task::spawn_blocking(move || match args.which {
         Some(Demo::Kill { pace, keep }) => kill::run(pace, keep),
         Some(Demo::Fleet { pace, netns, keep }) => fleet::run(pace, netns, keep),
+        Some(Demo::Replay { tokens, slow, keep }) => replay::run(tokens, slow, keep),
         Some(Demo::Fork { keep }) => fork::run(keep),
         None => kill::run(PACE_S, false).and_then(|()| fork::run(false)),
     });

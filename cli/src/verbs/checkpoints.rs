@@ -181,6 +181,7 @@ pub async fn restore(ctx: &Ctx, a: args::Restore) -> Res<u8> {
     };
     let body = api::Restore { checkpoint: checkpoint.clone(), verify_eager: a.verify };
     let node = Node::find(ctx)?;
+    super::ledger::warn_of_price(ctx, &node, &p.session, &checkpoint, "").await;
     let begun = std::time::Instant::now();
     let got: Value = node.call(&format!("/v1/sessions/{}/restore", p.session), &body, &mut ctx.bar()).await?;
     let us = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
@@ -204,7 +205,11 @@ pub async fn fork(ctx: &Ctx, a: args::Fork) -> Res<u8> {
     }
     let steer: Vec<(String, String)> = a.steer.iter().map(|s| steering_file(s)).collect::<Res<_>>()?;
     let node = Node::find(ctx)?;
-    let body = api::Fork { checkpoint: p.checkpoint, n: a.n, steer, names, ..api::Fork::default() };
+    if let (Some(checkpoint), None) = (&p.checkpoint, &a.replay) {
+        let instead = " by each child (--replay parent serves it instead)";
+        super::ledger::warn_of_price(ctx, &node, &p.session, checkpoint, instead).await;
+    }
+    let body = api::Fork { checkpoint: p.checkpoint, n: a.n, steer, names, replay_parent: a.replay.is_some() };
     let got: Value = node.call(&format!("/v1/sessions/{}/fork", p.session), &body, &mut ctx.bar()).await?;
     let children = children(got)?;
     ctx.result(&json!({"schema": "ks.fork.v1", "parent": p.session, "children": children}), || {

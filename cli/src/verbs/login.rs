@@ -88,9 +88,9 @@ async fn presented(host: &str) -> Option<Fingerprint> {
 }
 
 /// One line from the terminal, not shown. Ctrl-C ends the wait and shows again what is typed.
-async fn typed() -> Res<String> {
+pub async fn typed(what: &str) -> Res<String> {
     let quiet = terminal::NoEcho::enter()?;
-    eprint!("token (not shown): ");
+    eprint!("{what} (not shown): ");
     let read = tokio::task::spawn_blocking(|| {
         let mut line = String::new();
         std::io::stdin().read_line(&mut line).map(|_| line)
@@ -107,7 +107,7 @@ async fn token(ctx: &Ctx) -> Res<String> {
         if !ctx.may_ask {
             return Err(Failure::usage("no token", "--no-input and --json never ask", "pipe it in: `ks login ... < FILE`"));
         }
-        typed().await?
+        typed("token").await?
     } else {
         let mut text = String::new();
         let read = std::io::stdin().lock().take(TOKEN_MAX).read_to_string(&mut text);

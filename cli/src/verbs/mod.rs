@@ -7,11 +7,14 @@ pub mod checkpoints;
 pub mod completion;
 pub mod cp;
 pub mod doctor;
+pub mod egress;
 pub mod events;
 pub mod exec;
 pub mod fleet;
 pub mod image;
+pub mod keys;
 pub mod kill;
+pub mod ledger;
 pub mod login;
 pub mod logs;
 pub mod node;
@@ -76,6 +79,12 @@ async fn plain(ctx: &Ctx, verb: Verb) -> Res<u8> {
         Verb::Rm(a) => sessions::rm(ctx, a).await,
         Verb::Doctor(a) => doctor::run(ctx, a).await,
         Verb::Events(a) => events::run(ctx, a).await,
+        Verb::Key(a) => keys::key(ctx, a).await,
+        Verb::Provider(a) => keys::provider(ctx, a).await,
+        Verb::Ledger(a) => ledger::run(ctx, a).await,
+        Verb::Cost(a) => ledger::cost(ctx, a).await,
+        Verb::Budget(a) => egress::budget(ctx, a).await,
+        Verb::Egress(a) => egress::run(ctx, a).await,
         Verb::Image(a) => image::run(ctx, a).await,
         Verb::Node(a) => nodes::run(ctx, a).await,
         Verb::Blob(a) => blob::run(ctx, a).await,
