@@ -278,6 +278,50 @@ fn the_providers_request_id_is_found() {
     assert_eq!(id(Family::Gemini, &[]), None);
 }
 
+#[test]
+fn g6_usage_of_a_compressed_answer_is_found_and_its_raw_bytes_are_released_in_step() {
+    use crate::codec::{Decoder, Encoding, OffsetMap};
+    use std::io::Write;
+    // Flushed after each event, as a provider does.
+    let text = anthropic("");
+    let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+    for event in text.split_inclusive("\n\n") {
+        gz.write_all(event.as_bytes()).unwrap();
+        gz.flush().unwrap();
+    }
+    let mut z = zstd::stream::write::Encoder::new(Vec::new(), 3).unwrap();
+    for event in text.split_inclusive("\n\n") {
+        z.write_all(event.as_bytes()).unwrap();
+        z.flush().unwrap();
+    }
+    for (encoding, raw) in [(Encoding::Gzip, gz.finish().unwrap()), (Encoding::Zstd, z.finish().unwrap())] {
+        let (mut scan, mut map) = (ResponseScan::new(&head(Dialect::Anthropic, true)), OffsetMap::default());
+        let (mut d, mut decoded, mut pushed, mut released) = (Decoder::new(encoding).unwrap(), 0, 0, 0);
+        for piece in raw.chunks(7) {
+            d.push(piece, &mut |plain| {
+                scan.push(plain, &mut Vec::new());
+                decoded += plain.len() as u64;
+            })
+            .unwrap();
+            pushed += piece.len() as u64;
+            map.note(pushed, decoded);
+            released = map.raw_for(scan.releasable());
+        }
+        // What a client can decode of the released bytes stops before the finishing event, and is most of what comes before.
+        let (mut seen, mut client) = (Vec::new(), Decoder::new(encoding).unwrap());
+        client.push(&raw[..usize::try_from(released).unwrap()], &mut |p| seen.extend_from_slice(p)).unwrap();
+        let finishing = scan.finishing_at().unwrap();
+        assert!(
+            seen.len() as u64 <= finishing && seen.len() as u64 > finishing / 2,
+            "{encoding:?}: {} of {finishing}",
+            seen.len()
+        );
+        assert!(d.finish(&mut |_| {}));
+        let report = scan.finish(true, &mut Vec::new());
+        assert_eq!((report.outcome, report.usage.map(|u| u.output)), (Outcome::Complete, Some(550)));
+    }
+}
+
 fn streams() -> Vec<(Dialect, String)> {
     vec![
         (Dialect::OpenaiChat, chat()),
