@@ -69,6 +69,17 @@ impl Usage {
             reasoning: self.reasoning.saturating_add(other.reasoning),
         }
     }
+    /// These so many times.
+    pub fn times(&self, n: u64) -> Usage {
+        Usage {
+            input: self.input.saturating_mul(n),
+            cache_read: self.cache_read.saturating_mul(n),
+            cache_write_5m: self.cache_write_5m.saturating_mul(n),
+            cache_write_1h: self.cache_write_1h.saturating_mul(n),
+            output: self.output.saturating_mul(n),
+            reasoning: self.reasoning.saturating_mul(n),
+        }
+    }
     /// Gemini: total = prompt + candidates + thoughts; thoughts are output.
     pub fn gemini(prompt: u64, cached: u64, candidates: u64, thoughts: u64) -> Result<Self, UsageError> {
         if cached > prompt {

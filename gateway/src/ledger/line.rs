@@ -63,10 +63,14 @@ pub enum Entry {
     Served {
         /// The call.
         call: CallId,
+        /// The timeline that asked.
+        timeline: Nonce,
         /// The purchase whose bytes it got.
         of: EntryRef,
         /// What matched.
         matched: Matched,
+        /// BLAKE3 of this request's body as the client sent it.
+        body_hash: Digest,
     },
     /// A resumed guest asked something else than it had asked before.
     Diverged {
@@ -112,6 +116,8 @@ pub enum Entry {
 pub struct Intent {
     /// The relay's name of the call.
     pub call: CallId,
+    /// The timeline that asked.
+    pub timeline: Nonce,
     /// Who pays.
     pub user: String,
     /// The run that asked.

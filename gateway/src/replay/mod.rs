@@ -1,4 +1,27 @@
 //! Whether a call is bought or served: inputs and decisions of the machine of one session.
+//!
+//! ```text
+//! Ask ──nobody asked like it──► Live ──Bought──► entry ──Changed──► complete | failed | partial | aborted | unknown
+//!  ├──an unused entry after the checkpoint is like it──► Serve (complete) | Join (open)
+//!  └──this timeline's own call is like it, and its client left before the last byte──► Serve | Join
+//! Rejoin ──its call has an entry──► Serve | Join from the byte      else ──► Unknown
+//! entry, open: read ──last client closed──► grace ──GRACE_MS──► drain ──DRAIN_MS──► abort        anyone back ──► read
+//! ```
+//!
+//! *Numbers.* Every line of the ledger has one, and a guest is told only numbers of durable lines. What a guest was told of is
+//! its past, so a checkpoint's *position* divides the lines exactly: `served` lines count as much as purchases, whatever their
+//! order. A fork's lines go on from its fork point, so positions in its memory stay true.
+//!
+//! *Pool.* A timeline that resumes may use, each once: purchases of this session after its position, and what the timeline before
+//! it could still use at that position. A timeline with replay off uses none, and they are abandoned for ever.
+
+mod begin;
+mod machine;
+mod rebuild;
+#[cfg(test)]
+mod table;
+
+pub use machine::{DRAIN_MS, GRACE_MS, Replay};
 
 use crate::dialect::Outcome;
 use crate::key::{Keys, Matched};
@@ -58,7 +81,8 @@ pub enum Input {
         /// Depends on state at the provider.
         stateful: bool,
     },
-    /// A client that is still connected wants its answer from a byte on.
+    /// A client that is still connected wants its answer from a byte on. What is stored of its entry must have been told by a
+    /// [`Input::Changed`] just before: a client that is ahead of the journal is unknown.
     Rejoin {
         /// The call, with the nonce that it was made under.
         call: CallId,
@@ -111,6 +135,16 @@ pub enum Input {
         /// How.
         how: Gone,
     },
+    /// Somebody outside this session reads an entry along (a fork that joined it): it is read to its end.
+    Held {
+        /// Which.
+        entry: EntryRef,
+    },
+    /// That reader left.
+    LetGo {
+        /// Which.
+        entry: EntryRef,
+    },
     /// Time passed.
     Tick,
 }
@@ -127,7 +161,7 @@ pub enum Gone {
 /// What to do.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Effect {
-    /// Answer from the journal, after a `served` line is durable. The entry is complete.
+    /// Answer from the journal. The entry is complete.
     Serve {
         /// The call.
         call: CallId,
@@ -137,6 +171,10 @@ pub enum Effect {
         matched: Matched,
         /// First byte of the body to send.
         offset: u64,
+        /// The number that the relay was told for this call before: told again. None: the number of the `served` line.
+        told: Option<u64>,
+        /// A `served` line is appended, and durable before anything is told; then [`Input::Noted`].
+        note: bool,
     },
     /// Read along with a purchase whose end is not there yet: its stored prefix, then its tail.
     /// Also the rest of a failed or cut answer to a client that has had a part of it.
@@ -149,6 +187,10 @@ pub enum Effect {
         matched: Matched,
         /// First byte of the body to send.
         offset: u64,
+        /// The number that the relay was told for this call before: told again. None: the number of the `served` line.
+        told: Option<u64>,
+        /// A `served` line is appended, and durable before anything is told; then [`Input::Noted`].
+        note: bool,
     },
     /// Buy it.
     Live {
@@ -194,14 +236,12 @@ pub enum Why {
     /// What is like it depends on state at the provider, and the timeline has diverged.
     Stateful {
         /// The entry that was not served.
-        of: u64,
+        of: EntryRef,
     },
-    /// What is like it failed, was cut off, or was given up.
+    /// What is like it failed, was cut off, was given up, or nobody knows how it ended.
     NotReplayable {
         /// The entry.
-        of: u64,
-        /// How it ended.
-        outcome: Outcome,
+        of: EntryRef,
     },
     /// Replay is off in this timeline.
     ReplayOff,
