@@ -38,7 +38,7 @@ test:
 demo *ARGS: image
     ci/with-node {{libexec_release}} demo {{ARGS}}
 
-# a benchmark: resume, checkpoint, soak, start, failover or replicate; JSON on the last line
+# a benchmark: resume, checkpoint, soak, start, failover, replicate, gateway or replay; JSON on the last line
 bench NAME *ARGS: image
     ci/with-node {{libexec_release}} bench {{NAME}} {{ARGS}}
 

@@ -71,7 +71,9 @@ fn may_link() -> BTreeMap<&'static str, Vec<&'static str>> {
         ("ks-fleet", vec!["ks-proto", "ks-raft"]),
         ("ks-node", vec!["ks-proto", "ks-raft", "ks-blobs", "ks-gateway", "ks-net", "ks-bulk", "ks-fleet"]),
         ("ks-cli", vec!["ks-proto"]),
+        ("ks-gwd", vec!["ks-proto", "ks-gateway"]),
         ("ks-test-provider", vec![]),
+        ("ks-gateway-bench", vec!["ks-proto", "ks-relay", "ks-test-provider"]),
         ("ks-simulations", vec!["ks-proto", "ks-raft", "ks-blobs", "ks-gateway", "ks-fleet"]),
     ])
 }

@@ -4,6 +4,7 @@
 mod checkpoint;
 mod failover;
 mod figures;
+mod gateway;
 mod image;
 mod observe;
 mod replicate;
@@ -39,6 +40,10 @@ enum Bench {
     Replicate(replicate::Options),
     /// From `ks run` to the first answer, and eight forks at once
     Start(start::Options),
+    /// What the gateway adds to a model call's first byte, against going direct and against LiteLLM
+    Gateway(gateway::Options),
+    /// A stored answer of 30,000 tokens, served from the journal
+    Replay(gateway::Options),
 }
 
 /// A node to ask from blocking code.
@@ -88,7 +93,7 @@ pub async fn run(args: BenchArgs, ctx: &Ctx) -> Res<u8> {
     let runtime = tokio::runtime::Handle::current();
     // Those of the fleet make their own nodes.
     let asker = match &args.which {
-        Bench::Failover(_) | Bench::Replicate(_) => None,
+        Bench::Failover(_) | Bench::Replicate(_) | Bench::Gateway(_) | Bench::Replay(_) => None,
         Bench::Resume(_) | Bench::Checkpoint(_) | Bench::Soak(_) | Bench::Start(_) => {
             Some(Asker { node: Node::find(ctx)?, runtime })
         }
@@ -100,6 +105,8 @@ pub async fn run(args: BenchArgs, ctx: &Ctx) -> Res<u8> {
         (Bench::Start(o), _) => start::run(&o),
         (Bench::Failover(o), _) => failover::run(&o),
         (Bench::Replicate(o), _) => replicate::run(&o),
+        (Bench::Gateway(o), _) => gateway::run("gateway", &o),
+        (Bench::Replay(o), _) => gateway::run("replay", &o),
         (Bench::Resume(_) | Bench::Checkpoint(_) | Bench::Soak(_), None) => anyhow::bail!("no node to ask"),
     });
     finish("the benchmark", work.await)

@@ -32,7 +32,7 @@ pub struct Asked {
     pub include_usage: bool,
     /// Input tokens.
     pub input: usize,
-    /// BLAKE3 of the decoded body.
+    /// BLAKE3 of the decoded body as JSON with sorted keys, without `stream_options`.
     pub hash: blake3::Hash,
     /// Faults.
     pub faults: Faults,

@@ -21,6 +21,9 @@ use tokio::sync::{mpsc, watch};
 /// Largest request body, decoded.
 const BODY_BYTES_MAX: u64 = 128 << 20;
 
+/// An answer that is cut waits so long for its bytes to leave.
+const FLUSH: Duration = Duration::from_millis(30);
+
 type Body = UnsyncBoxBody<Bytes, io::Error>;
 
 /// What has been asked of the provider so far.
@@ -243,7 +246,13 @@ fn books(shared: &Shared) -> Value {
 
 fn asked(dialect: Dialect, uri: &hyper::Uri, headers: &HeaderMap, raw: &[u8]) -> Option<Asked> {
     let plain = decoded(headers, raw).ok()?;
-    let v: Value = serde_json::from_slice(&plain).ok()?;
+    let mut v: Value = serde_json::from_slice(&plain).ok()?;
+    let include_usage = v["stream_options"]["include_usage"].as_bool().unwrap_or(false);
+    // Asking for the usage changes nothing of the answer but one chunk.
+    if let Some(all) = v.as_object_mut() {
+        all.remove("stream_options");
+    }
+    let asked = v.to_string();
     let (name, stream) = match dialect {
         Dialect::Gemini => {
             let (model, verb) = uri.path().strip_prefix("/v1beta/models/")?.rsplit_once(':')?;
@@ -259,9 +268,9 @@ fn asked(dialect: Dialect, uri: &hyper::Uri, headers: &HeaderMap, raw: &[u8]) ->
         dialect,
         model: model.to_owned(),
         stream,
-        include_usage: v["stream_options"]["include_usage"].as_bool().unwrap_or(false),
-        input: plain.len() / 4,
-        hash: blake3::hash(&plain),
+        include_usage,
+        input: asked.len() / 4,
+        hash: blake3::hash(asked.as_bytes()),
         faults: Faults::parse(header.unwrap_or(listed)).ok()?,
     })
 }
@@ -367,6 +376,8 @@ impl Writer {
         }
         self.written += bytes.len();
         if cuts {
+            // What was handed over before is written once the body has nothing more to give.
+            tokio::time::sleep(FLUSH).await;
             let _ = self.tx.send(Err(io::Error::other("cut as asked"))).await;
         }
         !cuts

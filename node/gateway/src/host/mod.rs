@@ -1,0 +1,21 @@
+//! Sockets, TLS, files and processes of the gateway: all that acts. What is decided is decided in `ks_gateway`.
+
+pub mod admin;
+pub mod books;
+pub mod call;
+pub mod egress;
+pub mod files;
+pub mod journal;
+pub mod live;
+pub mod node;
+pub mod providers;
+pub mod pump;
+pub mod purchase;
+pub mod reader;
+pub mod replica;
+pub mod session;
+pub mod socket;
+pub mod tls;
+pub mod upstream;
+pub mod vault;
+pub mod wire;
