@@ -171,7 +171,7 @@ impl<'a> Parser<'a> {
             }
         }
         // Stable: a name that occurs twice keeps its order.
-        members.sort_by(|a, b| a.0.cmp(&b.0));
+        members.sort_by_key(|m| m.0);
         let mut h = blake3::Hasher::new();
         h.update(b"o");
         for (name, value) in &members {

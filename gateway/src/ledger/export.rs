@@ -98,7 +98,8 @@ impl Export {
         let header = records.next().unwrap_or_default();
         let at: BTreeMap<&str, usize> = header.iter().enumerate().map(|(i, n)| (n.trim(), i)).collect();
         let anthropic = at.contains_key("usage_input_tokens_no_cache");
-        if !anthropic && !(at.contains_key("input_tokens") && at.contains_key("output_tokens")) {
+        let openai_columns = at.contains_key("input_tokens") && at.contains_key("output_tokens");
+        if !anthropic && !openai_columns {
             return Err(ExportError::Form("its first line names no columns of token counts".into()));
         }
         let mut rows = Vec::new();

@@ -242,7 +242,7 @@ impl Replay {
                 Some(Bound::Pending) | None => Ok((Bound::Waits(earlier), matched)),
             }
         } else {
-            self.from_pool(&timeline, &keys, stateful)
+            self.pooled(&timeline, &keys, stateful)
         };
         let (bound, matched) = match decision {
             Ok(found) => found,
@@ -301,7 +301,7 @@ impl Replay {
         of(Matched::Raw).or_else(|| of(Matched::Canonical))
     }
     /// The first unused entry of the timeline's pool that is like this.
-    fn from_pool(&self, timeline: &Nonce, keys: &Keys, stateful: bool) -> Result<(Bound, Matched), Why> {
+    fn pooled(&self, timeline: &Nonce, keys: &Keys, stateful: bool) -> Result<(Bound, Matched), Why> {
         let Some(t) = self.timelines.get(timeline) else { return Err(Why::New) };
         // Another session's entries are the older ones.
         let mut unused: Vec<(&EntryRef, &Entry)> =
@@ -438,6 +438,8 @@ impl Replay {
         self.entries.insert(entry.clone(), e);
         let waiters = self.waiters(&call);
         for (nonce, t) in &mut self.timelines {
+            // What could not be replayed is used up by the call that was bought in its place.
+            t.used.values_mut().filter(|(by, told)| *by == call && told.is_none()).for_each(|(_, told)| *told = Some(seq));
             let waited = waiters.iter().any(|w| self.calls.get(w).is_some_and(|w| w.timeline == *nonce));
             if t.coming.remove(&call) || waited {
                 t.pool.insert(entry.clone());
