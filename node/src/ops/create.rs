@@ -26,6 +26,10 @@ pub const SOFT_MEMORY_MIB: u64 = 512;
 pub const CADENCE_S: u64 = 60;
 /// How long this node may take to hear of a session that another one has just made for it.
 const HEARD: Duration = Duration::from_secs(5);
+/// How long a new session waits for word of the node that it is to begin on: a node that starts is heard of within two rounds of gossip.
+const NAMED_PATIENCE: Duration = Duration::from_secs(8);
+/// How often it looks meanwhile.
+const NAMED_LOOK: Duration = Duration::from_millis(200);
 
 fn usage(what: &str, why: String, next: &str) -> ApiError {
     ApiError::new("usage", what, why, next)
@@ -85,8 +89,29 @@ pub async fn create(node: &Arc<Node>, c: CreateSession, steps: &Steps) -> Result
     if let Some(n) = c.copies.filter(|n| !(1..=COPIES_MAX).contains(n)) {
         return Err(usage("the number of copies", format!("{n} is not from 1 to {COPIES_MAX}"), "use --copies 2"));
     }
-    let to = place(node, &c)?;
+    let to = place_when_heard(node, &c, steps).await?;
     if to == node.fleet.number() { create_here(node, c, steps).await } else { create_there(node, to, c, steps).await }
+}
+
+/// A node that was named and not heard of is waited for: this one, or that one, may have started a moment ago.
+async fn place_when_heard(node: &Arc<Node>, c: &CreateSession, steps: &Steps) -> Result<u64, ApiError> {
+    let deadline = tokio::time::Instant::now() + NAMED_PATIENCE;
+    let mut told = false;
+    loop {
+        match place(node, c) {
+            Err(e) if e.code == "unreachable" && tokio::time::Instant::now() < deadline => {
+                if !told {
+                    steps.step(format!("waiting for word of {}", c.node.as_deref().unwrap_or_default()), 0, 0);
+                    told = true;
+                }
+                tokio::select! {
+                    () = tokio::time::sleep(NAMED_LOOK) => {}
+                    () = steps.abandoned() => return Err(given_up()),
+                }
+            }
+            decided => return decided,
+        }
+    }
 }
 
 fn place(node: &Arc<Node>, c: &CreateSession) -> Result<u64, ApiError> {

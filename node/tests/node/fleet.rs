@@ -179,6 +179,11 @@ async fn a_session_begins_on_the_node_that_is_named() {
     assert!(e.code == "unreachable" && e.why.contains("n2"), "{e}");
     let names: Vec<String> = left[0].get::<Vec<Session>>("sessions").await.unwrap().iter().map(|s| s.name.to_string()).collect();
     assert_eq!(names, ["b", "c", "e"], "nothing of a refused one stays");
+    // A node that has just come back has heard of nobody yet: what is named through it is waited for, not refused.
+    let first = info(&nodes[0]).await.unwrap();
+    nodes[1].up().await;
+    let made: Session = serde_json::from_value(nodes[1].ok("sessions", ask("f", &first.me.to_string(), 1)).await).unwrap();
+    assert_eq!(Some(&made.node), first.nodes.iter().find(|n| n.number == first.me).map(|n| &n.name));
 }
 
 #[tokio::test]
@@ -209,7 +214,7 @@ async fn a_drain_is_undone_and_a_removed_node_leaves_by_itself() {
         let view = nodes[1].ok("fleet/nodes/n3/undrain", json!({})).await;
         assert_eq!((view["state"].as_str(), view["number"].as_u64()), (Some("active"), Some(me)), "{view}");
         let made: Session = serde_json::from_value(nodes[0].ok("sessions", on_n3).await).unwrap();
-        assert_eq!(made.node, "n3");
+        assert_eq!(made.node, "n1");
         let e = nodes[2].refused("fleet/leave", json!({ "force": true })).await;
         assert!(e.code == "usage" && e.why.contains("can be reached"), "{e}");
         nodes[0].ok("sessions/a/checkpoint", json!({})).await;
