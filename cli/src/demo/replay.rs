@@ -279,7 +279,7 @@ fn text(run: &Run, f: &Value) -> Result<String> {
         run.killed_in.0, run.killed_in.1
     )?;
     writeln!(t, "  interruption                {:.2} s, kill to first exec answered", run.interruption_s)?;
-    writeln!(t, "  went on                     in answer {} at token {}, by the same process", run.after.0, run.after.1)?;
+    writeln!(t, "  caught up                   in answer {} at token {} when first looked at", run.after.0, run.after.1)?;
     writeln!(t, "  answers whole               {} of {CALLS}", n(&f["whole"]))?;
     writeln!(t, "  equal to the provider's     {} of {CALLS}, byte for byte", n(&f["equal_to_provider"]))?;
     writeln!(
