@@ -28,13 +28,15 @@ fn opens(id: &ChunkId, o: &FetchedObject, keys: &KeyRing) -> bool {
 }
 
 impl Store {
-    /// Asks peers for a damaged pack, then for what is damaged in it. Returns what is here again.
+    /// Asks peers for a damaged pack, then for what is damaged in it and lies nowhere else. Returns what is here again.
     pub(crate) fn mend(self: &Arc<Self>, no: PackNo, faults: &[ObjectFault], keys: &KeyRing) -> Vec<ChunkId> {
         if self.refetch_pack(no) {
             return faults.iter().map(|f| f.chunk).collect();
         }
-        let damaged: Vec<ChunkId> = faults.iter().map(|f| f.chunk).collect();
-        self.fetch_and_store(&damaged, keys)
+        let placed = |id: &ChunkId| self.state().index.places(id).next().is_some();
+        let (mut here, missing): (Vec<ChunkId>, Vec<ChunkId>) = faults.iter().map(|f| f.chunk).partition(placed);
+        here.extend(self.fetch_and_store(&missing, keys));
+        here
     }
 
     /// One object of a pack was found damaged: mends the pack. One caller works, others that come meanwhile wait for it; what could
