@@ -210,8 +210,8 @@ fn a_reassignment_takes_the_newest_checkpoint_that_can_be_had() {
 
 #[test]
 fn a_loss_counts_from_when_the_dead_node_was_last_heard_of() {
-    let (mut s, b, c) =
-        fleet(vec![(create_on(1, 1), ""), (begin(1, 255), ""), (commit(1, 1, 10), "c1"), (add_holder(1, 10, 2), "")]);
+    let (mut s, b, c) = fleet(vec![(create_on(1, 1), "0.1.0"), (begin(1, 255), "0.1.1"), (commit(1, 1, 10), "c1")]);
+    assert_eq!(word(&s.apply(add_holder(1, 10, b))), "done");
     let lapse = Lapse { seen_unix_ms: 1_000, lease_ms: 3_300, election_ms: None };
     let answer =
         s.apply(Command::AssignLapsed { moves: vec![Assignment { now_unix_ms: 4_400, ..lapsed(1, b, Some(1)) }], lapse });
@@ -220,12 +220,7 @@ fn a_loss_counts_from_when_the_dead_node_was_last_heard_of() {
     assert_eq!((lost.at_unix_ms, lost.lapse), (1_000, Some(lapse)));
     // Its next node dies too before it was back: the interruption is one, from the first loss on.
     let later = Lapse { seen_unix_ms: 5_000, lease_ms: 3_300, election_ms: Some(3_300) };
-    s.apply(Command::AddHolder {
-        session: sid(1),
-        checkpoint: cid(10),
-        token: s.sessions[&sid(1)].checkpoints[&1].token,
-        node: c,
-    });
+    assert_eq!(word(&s.apply(add_holder(1, 10, c))), "done");
     let answer = s.apply(Command::AssignLapsed { moves: vec![lapsed(1, c, Some(2))], lapse: later });
     assert_eq!(word(&answer), "0.3.1");
     assert_eq!(s.sessions[&sid(1)].lost.as_ref().map(|l| l.at_unix_ms), Some(1_000));
