@@ -205,11 +205,18 @@ impl Reception {
         if !open && part.resumed() == 0 {
             return Ok(Some(read_pack_index(disk, part.file(), part.path())?.1));
         }
-        let whole = read_all(disk, part.file(), part.path(), PACK_BYTES_MAX as u64)?;
-        if part.resumed() > 0 && blake3::hash(&whole).as_bytes() != &part.id().0 {
+        let read;
+        let whole = match part.whole() {
+            Some(whole) => whole,
+            None => {
+                read = read_all(disk, part.file(), part.path(), PACK_BYTES_MAX as u64)?;
+                &read
+            }
+        };
+        if part.resumed() > 0 && blake3::hash(whole).as_bytes() != &part.id().0 {
             return Ok(None);
         }
-        let index = pack::decode_index(&whole).map_err(|e| refused(e.to_string()))?;
+        let index = pack::decode_index(whole).map_err(|e| refused(e.to_string()))?;
         if let Some(key) = self.keys.get(index.domain).filter(|_| open) {
             for e in &index.entries {
                 let stored = &whole[e.offset as usize..(e.offset + e.stored_len) as usize];

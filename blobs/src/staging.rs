@@ -14,6 +14,11 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+/// Verified bytes that are written at once.
+const WRITE: usize = 1 << 20;
+/// Parts that stay in memory until they are adopted, so that nothing is read back: 128 MiB at most, over all receptions.
+const KEPT_MAX: usize = 4;
+
 /// A resumed part begins at a multiple of this, the size of a verified group.
 const ALIGN: u64 = 16 * 1024;
 
@@ -26,6 +31,11 @@ pub struct Part {
     file: File,
     at: u64,
     resumed: u64,
+    /// What arrived and is not written yet; with `kept`, all that arrived.
+    buffer: Vec<u8>,
+    /// How much of the buffer is in the file.
+    written: usize,
+    kept: bool,
 }
 
 impl std::fmt::Debug for Part {
@@ -52,7 +62,15 @@ impl Store {
             self.state_mut().staging.remove(&id);
         }
         let (file, at) = opened?;
-        Ok(Part { store: self.clone(), id, bytes, path, file, at, resumed: at })
+        let kept = {
+            let mut s = self.state_mut();
+            let kept = at == 0 && s.kept_parts < KEPT_MAX;
+            s.kept_parts += usize::from(kept);
+            kept
+        };
+        let room = if kept { usize::try_from(bytes).unwrap_or(0) } else { WRITE };
+        let buffer = Vec::with_capacity(room);
+        Ok(Part { store: self.clone(), id, bytes, path, file, at, resumed: at, buffer, written: 0, kept })
     }
 
     fn open_part(&self, path: &std::path::Path, bytes: u64) -> Result<(File, u64), StoreError> {
@@ -99,9 +117,13 @@ impl Part {
     pub fn id(&self) -> PackId {
         self.id
     }
-    /// Where the next byte goes: everything before it has arrived.
+    /// Everything before it has arrived and is in the file.
     pub fn at(&self) -> u64 {
         self.at
+    }
+    /// Where the next byte goes.
+    pub fn next(&self) -> u64 {
+        self.at + (self.buffer.len() - self.written) as u64
     }
     /// The pack's size.
     pub fn bytes(&self) -> u64 {
@@ -112,18 +134,53 @@ impl Part {
         self.resumed
     }
 
-    /// Appends bytes that were verified against the pack's name.
+    /// Appends bytes that were verified against the pack's name. They reach the file in large blocks, the rest with
+    /// [`Self::flush`].
     ///
     /// # Errors
-    /// If the disk refuses.
+    /// If the disk refuses; then what is not in the file is forgotten.
     ///
     /// # Panics
     /// If there would be more than the pack's size.
+    pub fn push(&mut self, bytes: &[u8]) -> Result<(), StoreError> {
+        assert!(self.next() + bytes.len() as u64 <= self.bytes, "the receiver counts");
+        self.buffer.extend_from_slice(bytes);
+        if self.buffer.len() - self.written >= WRITE { self.flush() } else { Ok(()) }
+    }
+
+    /// Writes what arrived and is not in the file.
+    ///
+    /// # Errors
+    /// As [`Self::push`].
+    pub fn flush(&mut self) -> Result<(), StoreError> {
+        let waiting = &self.buffer[self.written..];
+        if waiting.is_empty() {
+            return Ok(());
+        }
+        let (done, length) = (self.store.disk.append(&self.file, self.at, waiting).at("write", &self.path), waiting.len());
+        match (&done, self.kept) {
+            (Err(_), _) => self.buffer.truncate(self.written),
+            (Ok(()), true) => self.written += length,
+            (Ok(()), false) => self.buffer.clear(),
+        }
+        if done.is_ok() {
+            self.at += length as u64;
+        }
+        done
+    }
+
+    /// [`Self::push`] and [`Self::flush`].
+    ///
+    /// # Errors
+    /// If the disk refuses.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), StoreError> {
-        assert!(self.at + bytes.len() as u64 <= self.bytes, "the receiver counts");
-        self.store.disk.append(&self.file, self.at, bytes).at("write", &self.path)?;
-        self.at += bytes.len() as u64;
-        Ok(())
+        self.push(bytes)?;
+        self.flush()
+    }
+
+    /// The whole pack as it arrived, if it was kept in memory; each byte was verified as it came.
+    pub(crate) fn whole(&self) -> Option<&[u8]> {
+        (self.kept && self.buffer.len() as u64 == self.bytes).then_some(self.buffer.as_slice())
     }
 
     /// Removes what has arrived: it is wrong, or there is no room.
@@ -141,6 +198,8 @@ impl Part {
 
 impl Drop for Part {
     fn drop(&mut self) {
-        self.store.state_mut().staging.remove(&self.id);
+        let mut s = self.store.state_mut();
+        s.staging.remove(&self.id);
+        s.kept_parts -= usize::from(self.kept);
     }
 }

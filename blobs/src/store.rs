@@ -59,6 +59,8 @@ pub(crate) struct State {
     pub decided: BTreeSet<CheckpointId>,
     /// Packs that are being received.
     pub staging: BTreeSet<PackId>,
+    /// Those of them that are in memory too.
+    pub kept_parts: usize,
     /// How durable the names in each folder are.
     pub dirs: BTreeMap<PathBuf, DirNames>,
 }

@@ -47,19 +47,24 @@ impl Asked<'_> {
                 format!("{} is draining: it takes no sessions", m.name),
                 "name another node, or let it take sessions again: ks node undrain",
             ),
-            MemberState::Active if m.number == self.me || self.live(m.number) => Ok(m.number),
+            // One that was not heard of since this node started is asked: then the connection tells.
+            MemberState::Active if m.number == self.me || self.silent_ms(m.number).is_none_or(|ms| ms < self.liveness_ms) => {
+                Ok(m.number)
+            }
             MemberState::Active => {
-                let ago = self.facts.get(&m.number).map_or_else(
-                    || "it was not heard of since this node started".to_owned(),
-                    |f| format!("it was last heard of {} s ago", f.seen_ms_ago / 1000),
-                );
-                refused("unreachable", format!("{} is not live: {ago}", m.name), "ks node ls; or leave --node away")
+                let ago = self.silent_ms(m.number).unwrap_or(0) / 1000;
+                let why = format!("{} is not live: it was last heard of {ago} s ago", m.name);
+                refused("unreachable", why, "ks node ls; or leave --node away")
             }
         }
     }
 
+    fn silent_ms(&self, node: u64) -> Option<u64> {
+        self.facts.get(&node).map(|f| f.seen_ms_ago)
+    }
+
     fn live(&self, node: u64) -> bool {
-        self.facts.get(&node).is_some_and(|f| f.seen_ms_ago < self.liveness_ms)
+        self.silent_ms(node).is_some_and(|ms| ms < self.liveness_ms)
     }
 
     fn room(&self, node: u64, memory_mib: u64) -> bool {
@@ -140,6 +145,10 @@ mod tests {
         refused("4", "not-found", "has left");
         refused("n3", "busy", "draining");
         refused("n5", "unreachable", "7 s ago");
+        // A node that has just started has heard of nobody yet.
+        let (state, none) = (fleet().0, BTreeMap::new());
+        let asked = Asked { state: &state, facts: &none, me: 1, engine: true, liveness_ms: 5_000 };
+        assert_eq!(asked.choose(Some("n5"), 512).map_err(|e| e.why), Ok(5));
         // Its own word about itself needs no gossip.
         assert_eq!(choose(5, true, Some("n5"), 512), Ok(5));
     }

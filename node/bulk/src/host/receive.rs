@@ -25,8 +25,6 @@ use tokio_util::sync::CancellationToken;
 /// Slices that are taken from the socket at once, and how many such lots wait for the hasher: about 2 MiB.
 const SLICES: usize = 64;
 const LOTS: usize = 24;
-/// Verified bytes that are written at once.
-const WRITE: usize = 1 << 20;
 /// BLAKE3's chunk.
 const CHUNK: u64 = 1024;
 
@@ -95,21 +93,15 @@ fn decode(pack: &PackId, bytes: u64, ranges: &ChunkRanges, slices: Slices, sink:
 pub(crate) fn write_part(part: &mut Part, slices: Slices) -> Result<(), Stop> {
     let (id, bytes) = (part.id(), part.bytes());
     let ranges = from(part.at());
-    let mut block: Vec<u8> = Vec::with_capacity(WRITE + 16 * 1024);
     let done = decode(&id, bytes, &ranges, slices, &mut |offset, data| {
-        if offset != part.at() + block.len() as u64 {
-            return Err(Stop::Wrong(format!("bytes of {offset} where {} was next", part.at() + block.len() as u64)));
+        if offset != part.next() {
+            return Err(Stop::Wrong(format!("bytes of {offset} where {} was next", part.next())));
         }
-        block.extend_from_slice(data);
-        if block.len() >= WRITE {
-            part.write(&block).map_err(Stop::Store)?;
-            block.clear();
-        }
-        Ok(())
+        part.push(data).map_err(Stop::Store)
     });
     // What was verified before the end is of use to the next attempt.
-    if !block.is_empty() && !matches!(done, Err(Stop::Store(_))) {
-        part.write(&block).map_err(Stop::Store)?;
+    if !matches!(done, Err(Stop::Store(_))) {
+        part.flush().map_err(Stop::Store)?;
     }
     done
 }
