@@ -89,6 +89,11 @@ pub async fn create(node: &Arc<Node>, c: CreateSession, steps: &Steps) -> Result
     if let Some(n) = c.copies.filter(|n| !(1..=COPIES_MAX).contains(n)) {
         return Err(usage("the number of copies", format!("{n} is not from 1 to {COPIES_MAX}"), "use --copies 2"));
     }
+    // A member that passes this on may know more than this node, which may have joined a moment ago: itself as a member, the image.
+    if c.node == Some(format!("#{}", node.fleet.number())) {
+        // Without a quorum nothing is created anyway, and that is said then.
+        let _ = node.fleet.consensus().catch_up().await;
+    }
     let to = place_when_heard(node, &c, steps).await?;
     if to == node.fleet.number() { create_here(node, c, steps).await } else { create_there(node, to, c, steps).await }
 }
