@@ -223,6 +223,7 @@ pub async fn cost(ctx: &Ctx, a: args::Cost) -> Res<u8> {
         for (_, call) in Book::read(lines(&node, name).await?).calls {
             let key = match a.by.as_str() {
                 "day" => day(call.at_ms),
+                "model" if call.bought_by.is_some() => "(bought by a parent)".to_owned(),
                 "model" => format!("{}/{}", call.provider, call.model),
                 _ => name.clone(),
             };

@@ -403,9 +403,10 @@ impl Actor {
                 return true;
             }
             Effect::Forget => {
+                let line = line_of(node, self.id);
                 self.record_it(node, Command::RemoveSession { id: self.id }).await;
                 node.drop_handle(&self.id);
-                forget_calls(node, self.id).await;
+                forget_calls(node, &line).await;
                 for (_, tx) in std::mem::take(&mut self.asks) {
                     let _ = tx.send(Ok(Answer::Done));
                 }
@@ -504,13 +505,22 @@ fn parts(lapse: Option<Lapse>, back: Option<(Duration, Duration)>) -> Interrupti
     }
 }
 
-/// A removed session's journal goes with it, unless a fork goes on from it.
-async fn forget_calls(node: &Arc<Node>, id: SessionId) {
-    if node.state.read().sessions.contains_key(&id) {
-        return;
+/// The session and those it was forked from, the nearest first.
+fn line_of(node: &Node, id: SessionId) -> Vec<SessionId> {
+    let state = node.state.read();
+    let parent = |id: &SessionId| state.sessions.get(id)?.forked_from.as_ref().map(|f| f.session);
+    std::iter::successors(Some(id), parent).collect()
+}
+
+/// A removed session's journal goes with it, unless a fork goes on from it; then it goes with the last of these.
+async fn forget_calls(node: &Arc<Node>, line: &[SessionId]) {
+    for id in line {
+        if node.state.read().sessions.contains_key(id) {
+            return;
+        }
+        let _ = node.notes.write(id, &Notes::default());
+        node.gateway.forget(*id).await;
     }
-    let _ = node.notes.write(&id, &Notes::default());
-    node.gateway.forget(id).await;
 }
 
 /// True if another member might start the session.

@@ -99,6 +99,27 @@ async fn an_orderly_end_without_sessions_ends_the_gateway_too() {
 }
 
 #[tokio::test]
+async fn a_journal_goes_with_the_last_session_that_goes_on_from_it() {
+    let n = TestNode::with_image().await;
+    let a = n.create("a").await.id;
+    let point = n.checkpoint("a").await;
+    let fork = json!({ "checkpoint": point, "n": 1, "names": ["b"] });
+    let b: ks_proto::SessionId = serde_json::from_value(n.ok("sessions/a/fork", fork).await[0]["id"].clone()).unwrap();
+    for id in [a, b] {
+        std::fs::create_dir_all(n.data().join("gateway/journal").join(id.to_hex())).unwrap();
+    }
+    let remove = async |name: &str| {
+        let r = n.request("DELETE", &format!("sessions/{name}?force=1")).send().await.unwrap();
+        assert!(r.status().is_success(), "{}", r.text().await.unwrap());
+    };
+    let forgotten = |id: ks_proto::SessionId| n.fault_text("gateway-asks").contains(&format!("Forget {{ session: {id:?}"));
+    remove("a").await;
+    assert!(!forgotten(a), "b goes on from it");
+    remove("b").await;
+    assert!(forgotten(a) && forgotten(b));
+}
+
+#[tokio::test]
 async fn without_the_program_a_call_is_refused_in_words() {
     let n = TestNode::with_image().await;
     n.create("a").await;
