@@ -10,6 +10,8 @@ pub const CALLS_MAX: usize = 4096;
 pub const REQUEST_BYTES_MAX: usize = 256 << 20;
 /// A guest has so long for its first message and for each frame of a request's body.
 pub const GUEST_PATIENCE: Duration = Duration::from_secs(30);
+/// After a refusal, what a guest still sends is read and dropped for at most so long.
+pub const LAST_WORDS: Duration = Duration::from_secs(5);
 /// A reader that takes nothing for so long is cut; it may rejoin.
 pub const READER_PATIENCE: Duration = Duration::from_secs(120);
 /// While an answer is only read for its usage, at most so many bytes of it are.

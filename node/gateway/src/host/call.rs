@@ -5,7 +5,7 @@ use super::node::Node;
 use super::purchase::Purchase;
 use super::reader::{self, Left, Place};
 use super::session::{FoundEntry, Session, Verdict};
-use super::wire::{WireError, read_frame, write_message};
+use super::wire::{WireError, drain, read_frame, write_message};
 use crate::coding::accepted;
 use crate::crash;
 use crate::headers;
@@ -96,11 +96,11 @@ impl Calling {
     pub async fn call(&self, call: relay::Call, read: &mut (impl AsyncRead + Unpin), write: &mut (impl AsyncWrite + Unpin)) {
         let id = match call_id(&call.call) {
             Ok(id) => id,
-            Err(stop) => return self.stop(stop, write).await,
+            Err(stop) => return self.stop(stop, read, write).await,
         };
         match self.decide(id, call, read).await {
             Ok(followed) => self.follow(id, followed, read, write).await,
-            Err(stop) => self.stop(stop, write).await,
+            Err(stop) => self.stop(stop, read, write).await,
         }
     }
 
@@ -113,21 +113,23 @@ impl Calling {
     ) {
         let id = match call_id(&rejoin.call) {
             Ok(id) => id,
-            Err(stop) => return self.stop(stop, write).await,
+            Err(stop) => return self.stop(stop, read, write).await,
         };
         match self.decide_rejoin(id, &rejoin, read).await {
             Ok(followed) => self.follow(id, followed, read, write).await,
-            Err(stop) => self.stop(stop, write).await,
+            Err(stop) => self.stop(stop, read, write).await,
         }
     }
 
-    async fn stop(&self, stop: Stop, write: &mut (impl AsyncWrite + Unpin)) {
+    async fn stop(&self, stop: Stop, read: &mut (impl AsyncRead + Unpin), write: &mut (impl AsyncWrite + Unpin)) {
         let answer = match stop {
             Stop::Gone => return,
             Stop::Unknown => RelayAnswer::Unknown {},
             Stop::Refused(r) => RelayAnswer::Refused { status: r.status, code: r.code.to_owned(), message: r.message },
         };
-        let _ = tokio::time::timeout(GUEST_PATIENCE, write_message(write, &answer)).await;
+        if let Ok(Ok(())) = tokio::time::timeout(GUEST_PATIENCE, write_message(write, &answer)).await {
+            drain(read).await;
+        }
     }
 
     async fn follow(

@@ -1,7 +1,6 @@
 //! The gateway of one node: everything that its connections share.
 
 use super::files;
-use super::live::Refusal;
 use super::providers::{ProviderError, Providers};
 use super::replica::Replica;
 use super::session::{ForkedFrom, OpenError, Session, read_allow, write_allow};
@@ -464,9 +463,4 @@ fn book_past(journals: &Path, budgets: &mut Budgets) -> io::Result<()> {
         }
     }
     Ok(())
-}
-
-/// A refusal for things that only an operator can mend.
-pub fn refusal(status: u16, code: &'static str, e: &dyn std::error::Error) -> Refusal {
-    Refusal::new(status, code, super::upstream::chain(e))
 }

@@ -1,4 +1,4 @@
-//! The seam to the nodes that hold copies of a session's journal. A lone node has none.
+//! The seam to the nodes that hold copies of a session's journal. A session of a lone node has none, and waits for none.
 //!
 //! A replica appends lines in order and refuses those of an epoch below one that it sealed; what it has taken is durable there.
 
@@ -40,19 +40,4 @@ pub trait Replica: Send + Sync {
     fn body(&self, session: SessionId, epoch: u64, seq: u64, part: Part, offset: u64, bytes: bytes::Bytes) -> Reply<'_, ()>;
     /// Ends all epochs below `epoch` and gives the number of lines that stand.
     fn seal(&self, session: SessionId, epoch: u64) -> Reply<'_, u64>;
-}
-
-/// The replica set of a lone node: itself.
-pub struct Alone;
-
-impl Replica for Alone {
-    fn append(&self, _: SessionId, _: u64, _: u64, _: Arc<Vec<Vec<u8>>>) -> Reply<'_, ()> {
-        Box::pin(std::future::ready(Ok(())))
-    }
-    fn body(&self, _: SessionId, _: u64, _: u64, _: Part, _: u64, _: bytes::Bytes) -> Reply<'_, ()> {
-        Box::pin(std::future::ready(Ok(())))
-    }
-    fn seal(&self, _: SessionId, _: u64) -> Reply<'_, u64> {
-        Box::pin(std::future::ready(Ok(0)))
-    }
 }

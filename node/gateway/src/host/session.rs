@@ -3,7 +3,7 @@
 use super::files;
 use super::journal::{Journal, Recovered, recover};
 use super::live::{End, Live, Order};
-use super::replica::{Alone, Part, Replica, ReplicaError};
+use super::replica::{Part, Replica, ReplicaError};
 use crate::allow::Pattern;
 use crate::lease::{Lapse, Lease};
 use crate::limits::{ALLOW_MAX, EGRESS_MAX};
@@ -526,10 +526,4 @@ async fn copy_lines(session: std::sync::Weak<Session>) {
             Err(ReplicaError::Away(_)) => tokio::time::sleep(COPY_PAUSE).await,
         }
     }
-}
-
-/// The replica set of a lone node.
-pub fn alone() -> Option<Arc<dyn Replica>> {
-    let _ = Alone;
-    None
 }

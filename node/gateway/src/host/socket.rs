@@ -6,7 +6,7 @@ use super::admin;
 use super::call::Calling;
 use super::egress;
 use super::node::Node;
-use super::wire::{read_json, read_message, write_message};
+use super::wire::{drain, read_json, read_message, write_message};
 use crate::limits::{CONNECTIONS_MAX, GUEST_PATIENCE};
 use ks_proto::gateway::{GatewayAsk, Stamp};
 use ks_proto::relay::{RelayAnswer, RelayAsk};
@@ -80,7 +80,7 @@ async fn guest(node: Arc<Node>, stamp: Stamp, read: &mut (impl AsyncRead + Unpin
     };
     let ask = match RelayAsk::decode(&json) {
         Ok(ask) => ask,
-        Err(e) => return refuse(write, 400, "bad-request", e.to_string()).await,
+        Err(e) => return refuse(read, write, 400, "bad-request", e.to_string()).await,
     };
     let position = match &ask {
         RelayAsk::Call(c) => c.position,
@@ -91,7 +91,7 @@ async fn guest(node: Arc<Node>, stamp: Stamp, read: &mut (impl AsyncRead + Unpin
         Ok(session) => session,
         Err(e) => {
             tracing::error!(session = %stamp.session, error = %super::upstream::chain(&e), "a session's journal cannot be used");
-            return refuse(write, 503, "journal", e.to_string()).await;
+            return refuse(read, write, 503, "journal", e.to_string()).await;
         }
     };
     session.seen(&stamp);
@@ -102,7 +102,15 @@ async fn guest(node: Arc<Node>, stamp: Stamp, read: &mut (impl AsyncRead + Unpin
     }
 }
 
-async fn refuse(write: &mut (impl AsyncWrite + Unpin), status: u16, code: &str, message: String) {
+async fn refuse(
+    read: &mut (impl AsyncRead + Unpin),
+    write: &mut (impl AsyncWrite + Unpin),
+    status: u16,
+    code: &str,
+    message: String,
+) {
     let answer = RelayAnswer::Refused { status, code: code.to_owned(), message };
-    let _ = tokio::time::timeout(GUEST_PATIENCE, write_message(write, &answer)).await;
+    if let Ok(Ok(())) = tokio::time::timeout(GUEST_PATIENCE, write_message(write, &answer)).await {
+        drain(read).await;
+    }
 }

@@ -88,6 +88,21 @@ pub async fn write_end(stream: &mut (impl AsyncWrite + Unpin), abort: Option<&st
     Ok(stream.flush().await?)
 }
 
+/// Reads and drops what a peer still sends, so that it reads the refusal before it finds the stream gone. Bounded in bytes and time.
+pub async fn drain(stream: &mut (impl AsyncRead + Unpin)) {
+    let most = ks_proto::relay::BODY_BYTES_MAX * 2;
+    let dropping = async {
+        let (mut buf, mut dropped) = (vec![0; 16 * 1024], 0);
+        while dropped < most {
+            match stream.read(&mut buf).await {
+                Ok(n) if n > 0 => dropped += n as u64,
+                Ok(_) | Err(_) => return,
+            }
+        }
+    };
+    let _ = tokio::time::timeout(crate::limits::LAST_WORDS, dropping).await;
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
