@@ -64,6 +64,9 @@ impl Timing {
             election_timeout_min: self.election_min_ms,
             election_timeout_max: self.election_max_ms,
             enable_pre_vote: Some(true),
+            // A restarted leader has lost what it had sent to others and not yet written here. Leading on in the same term,
+            // it would give the same numbers to other entries, and nobody could tell them apart.
+            enable_leader_restore: Some(false),
             snapshot_policy: SnapshotPolicy::LogsSinceLast(self.snapshot_entries),
             max_in_snapshot_log_to_keep: self.kept_entries,
             purge_batch_size: self.kept_entries.clamp(1, 256),

@@ -4,29 +4,28 @@ use super::consensus::Consensus;
 use super::error::{NotLeader, ProposeError};
 use super::types::{LeaderId, Types};
 use crate::{Command, Proposal, ProposalId, Response};
-use openraft::AsyncRuntime;
 use openraft::impls::OneshotResponder;
 use openraft::type_config::TypeConfigExt;
+use openraft::{AsyncRuntime, ReadPolicy};
 
 impl<R: AsyncRuntime> Consensus<R> {
     /// A quorum round that began after this call: the term in which this node leads, and the index that it covers, which is
     /// applied here when this returns.
     ///
     /// # Errors
-    /// If it does not lead, leads in another term by then, or no quorum answered in time.
+    /// If it does not lead, or no quorum answered in time.
     pub async fn covering_round(&self) -> Result<(u64, u64), NotLeader> {
-        let before = *self.leadership().borrow();
-        let index = self.read_index().await?;
+        let round = self.inner.raft.get_read_linearizer(ReadPolicy::ReadIndex).await;
+        let round = round.map_err(|e| NotLeader { leader: e.forward_to_leader().and_then(|f| f.leader_id) })?;
+        // Never behind the first entry of the leader's own term, so its term is the leader's, whatever the watch says yet.
+        let id = *round.read_log_id().log_id();
+        let (term, index) = (id.leader_id.term, id.index());
         let mut applied = self.inner.machine.applied();
         let wait = applied.wait_for(|i| *i >= index);
         if tokio::time::timeout(super::propose::PROPOSE_WAIT, wait).await.is_err() {
-            return Err(NotLeader { leader: before.leader });
+            return Err(NotLeader { leader: self.leadership().borrow().leader });
         }
-        let after = *self.leadership().borrow();
-        if !before.me || !after.me || before.term != after.term {
-            return Err(NotLeader { leader: after.leader });
-        }
-        Ok((after.term, index))
+        Ok((term, index))
     }
 
     /// [`Consensus::propose`] on this node, as the leader of `term`, and in no other term: the entry is not forwarded, and not

@@ -126,6 +126,25 @@ async fn an_election_is_over_well_within_a_lease() {
 
 /// F3: a change of voters that is half done when its leader is cut off does not keep a leader from appearing.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_leader_that_restarts_leads_again_only_in_a_later_term() {
+    let mut g = Group::new(timing());
+    let nodes = g.voters(3).await;
+    let led = leader(&nodes).await;
+    let (number, term) = (led.number(), led.leadership().borrow().term);
+    for node in nodes {
+        g.stop(node).await;
+    }
+    // The old leader is back first, so nobody was elected meanwhile.
+    let mut nodes = vec![g.start(number).await];
+    assert!(!nodes[0].leadership().borrow().me);
+    for other in (1..=3).filter(|n| *n != number) {
+        nodes.push(g.start(other).await);
+    }
+    let now = leader(&nodes).await.leadership().borrow().term;
+    assert!(now > term, "term {now} follows term {term}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_leader_appears_after_a_membership_change_in_flight() {
     let mut g = Group::new(timing());
     let mut nodes = g.voters(3).await;
