@@ -20,6 +20,10 @@ use std::collections::BTreeMap;
 /// Renewals that wait for a round at one time; more are refused as busy.
 pub const WAITING_MAX: usize = 4096;
 
+/// Rounds that begin in the length of one lease, at most: every 50 ms for a lease of 3 s. A round costs a message to every
+/// node, and what waits a little longer shares it with more renewals.
+pub const ROUNDS_PER_LEASE: u64 = 60;
+
 /// What the granter hears.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Input {
@@ -121,6 +125,9 @@ pub struct Granter {
     next: Vec<Waiting>,
     // After a round that failed, no round for the sake of a lapse before this.
     rest_until_ms: u64,
+    // No round before this, so that rounds do not follow each other at once.
+    next_round_ms: u64,
+    spaced: bool,
 }
 
 impl Granter {
@@ -136,6 +143,8 @@ impl Granter {
             running: None,
             next: Vec::new(),
             rest_until_ms: 0,
+            next_round_ms: 0,
+            spaced: true,
         }
     }
 
@@ -152,7 +161,12 @@ impl Granter {
     pub fn wake_ms(&self) -> Option<u64> {
         self.term?;
         let ends = self.nodes.values().filter(|n| n.state == State::Held).map(|n| n.due_ms.max(self.rest_until_ms));
-        ends.chain(self.running.iter().map(|r| r.began_ms + self.round_max_ms())).min()
+        let waiting = (!self.next.is_empty()).then_some(self.next_round_ms);
+        let idle = ends.map(|t| t.max(self.next_round_ms)).chain(waiting);
+        match &self.running {
+            Some(r) => Some(r.began_ms + self.round_max_ms()),
+            None => idle.min(),
+        }
     }
 
     fn whole_ms(&self) -> u64 {
@@ -241,7 +255,7 @@ impl Granter {
     }
 
     fn begin_round_if_due(&mut self, now_ms: u64, out: &mut Vec<Effect>) {
-        if self.term.is_none() || self.running.is_some() {
+        if self.term.is_none() || self.running.is_some() || now_ms < self.next_round_ms {
             return;
         }
         let ended = now_ms >= self.rest_until_ms && self.nodes.values().any(|n| n.is_due(now_ms));
@@ -249,6 +263,9 @@ impl Granter {
             return;
         }
         self.rounds += 1;
+        if self.spaced {
+            self.next_round_ms = now_ms + self.lease_ms / ROUNDS_PER_LEASE;
+        }
         self.running = Some(Round { number: self.rounds, began_ms: now_ms, waiting: std::mem::take(&mut self.next) });
         out.push(Effect::StartRound { round: self.rounds });
     }

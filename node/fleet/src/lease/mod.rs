@@ -21,7 +21,7 @@ mod holder;
 #[cfg(test)]
 mod model;
 
-pub use granter::{Effect as GranterEffect, Granter, Input as GranterInput, Tracked, WAITING_MAX};
+pub use granter::{Effect as GranterEffect, Granter, Input as GranterInput, ROUNDS_PER_LEASE, Tracked, WAITING_MAX};
 pub use holder::{Effect as HolderEffect, Holder, Input as HolderInput, OUTSTANDING_MAX, UNLIMITED};
 use serde::{Deserialize, Serialize};
 

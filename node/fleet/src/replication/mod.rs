@@ -29,7 +29,8 @@ pub const BACKOFF_MS: u64 = 1_000;
 pub const BACKOFF_MAX_MS: u64 = 60_000;
 /// A transfer without progress for this long has failed.
 pub const TRANSFER_SILENCE_MS: u64 = 60_000;
-/// A proposal whose effect is not seen in the state for this long is made again.
+/// A proposal whose effect is not seen in the state for this long is made again. Longer than any proposal is under way: a
+/// copy is not dropped sooner after it was proposed as one, by this node or by the session's former owner.
 pub const PROPOSAL_PATIENCE_MS: u64 = 15_000;
 /// A node with less space than this gets no new replica sets, MiB.
 pub const DISK_MIN_MIB: u64 = 1024;
@@ -89,6 +90,10 @@ pub struct Replicator {
     // Failed transfers: (attempts, not before).
     failed: BTreeMap<(u64, CheckpointId), (u32, u64)>,
     proposed: BTreeMap<Proposal, u64>,
+    // No copy is dropped before: an earlier proposal that names it as one may still arrive.
+    unsettled: BTreeMap<(CheckpointId, u64), u64>,
+    // Since when a session is this node's, at which epoch: its former owner may have proposed, too.
+    since_ms: BTreeMap<SessionId, (u64, u64)>,
 }
 
 impl Replicator {
@@ -101,6 +106,8 @@ impl Replicator {
             busy: BTreeMap::new(),
             failed: BTreeMap::new(),
             proposed: BTreeMap::new(),
+            unsettled: BTreeMap::new(),
+            since_ms: BTreeMap::new(),
         }
     }
 
@@ -163,6 +170,7 @@ impl Replicator {
         let Some(s) = view.sessions.get(&t.session).filter(|s| s.owner == self.me) else { return };
         let known = s.checkpoints.iter().find(|c| c.id == checkpoint);
         if known.is_some_and(|c| !c.holders.contains(&peer)) && self.propose(now_ms, Proposal::Add(checkpoint, peer)) {
+            self.unsettled.insert((checkpoint, peer), now_ms + PROPOSAL_PATIENCE_MS);
             out.push(Effect::AddHolder { session: s.id, checkpoint, token: s.token, node: peer });
         }
     }
@@ -191,6 +199,8 @@ impl Replicator {
         for (peer, checkpoint) in silent {
             self.fetch_failed(now_ms, peer, checkpoint);
         }
+        self.unsettled.retain(|_, until| now_ms < *until);
+        self.since_ms.retain(|id, (epoch, _)| view.sessions.get(id).is_some_and(|s| s.owner == self.me && s.epoch == *epoch));
         if self.failed.is_empty() && self.proposed.is_empty() {
             return;
         }
@@ -258,11 +268,16 @@ impl Replicator {
 
     fn drop_surplus(&mut self, now_ms: u64, view: &View, s: &SessionView, out: &mut Vec<Effect>) {
         let copies = usize::from(s.copies.max(1)).min(view.with_standing(Standing::Active).len());
+        let (_, since_ms) = *self.since_ms.entry(s.id).or_insert((s.epoch, now_ms));
+        if now_ms < since_ms + PROPOSAL_PATIENCE_MS {
+            return;
+        }
         for c in &s.checkpoints {
             let full = s.replicas.len() >= copies && s.replicas.iter().all(|n| c.holders.contains(n));
             for node in c.holders.iter().copied().filter(|n| !s.replicas.contains(n)) {
                 let gone = view.members.get(&node).is_none_or(|m| m.standing == Standing::Gone);
-                if (full || gone) && self.propose(now_ms, Proposal::Drop(c.id, node)) {
+                let settled = !self.unsettled.contains_key(&(c.id, node));
+                if (full || gone) && settled && self.propose(now_ms, Proposal::Drop(c.id, node)) {
                     out.push(Effect::DropHolder { session: s.id, checkpoint: c.id, node });
                 }
             }

@@ -32,7 +32,7 @@ fn lapse(node: u64) -> Effect {
 
 /// A leader since 0 in term 1 of nodes 1 and 2, whose instances are 10 and 20, and then the table.
 fn check(table: Vec<(u64, Input, Vec<Effect>)>) -> Granter {
-    let mut g = Granter::new(L);
+    let mut g = Granter { spaced: false, ..Granter::new(L) };
     assert_eq!(g.step(0, members(&[(1, 10), (2, 20)])), vec![]);
     assert_eq!(g.step(0, Input::BecameLeader { term: 1 }), vec![]);
     for (row, (now, input, want)) in table.into_iter().enumerate() {
@@ -53,6 +53,18 @@ fn a_round_begins_after_the_renewals_that_it_answers() {
     ]);
     assert_eq!(g.held(111).collect::<Vec<_>>(), [1, 2]);
     assert_eq!(g.wake_ms(), Some(105 + WHOLE));
+}
+
+#[test]
+fn rounds_keep_a_distance_and_are_shared_by_what_arrives_meanwhile() {
+    let mut g = Granter { spaced: true, ..check(vec![]) };
+    assert_eq!(g.step(100, ask(1, 10, 1)), vec![start(1)]);
+    assert_eq!(g.step(102, done(1, 7)), vec![granted(1, 7)]);
+    assert_eq!(g.step(103, ask(2, 20, 2)), vec![]);
+    assert_eq!(g.wake_ms(), Some(150));
+    assert_eq!(g.step(149, ask(1, 10, 3)), vec![]);
+    assert_eq!(g.step(150, Input::Tick), vec![start(2)]);
+    assert_eq!(g.step(151, done(2, 8)), vec![granted(2, 8), granted(3, 8)]);
 }
 
 #[test]
