@@ -38,9 +38,9 @@ test:
 demo *ARGS: image
     ci/with-node {{libexec_release}} demo {{ARGS}}
 
-# a benchmark: resume, checkpoint, soak, start, failover, replicate, gateway or replay; JSON on the last line
-bench NAME *ARGS: image
-    ci/with-node {{libexec_release}} bench {{NAME}} {{ARGS}}
+# a benchmark: resume, checkpoint, soak, start, failover, replicate, gateway, replay or fleet-scale; JSON on the last line
+bench NAME *ARGS:
+    {{ if NAME == "fleet-scale" { "cargo run -q --release -p ks-simulations --bin fleet-scale --" } else { "'" + just_executable() + "' image && ci/with-node '" + libexec_release + "' bench " + NAME } }} {{ARGS}}
 
 # seeded simulations of the fleet
 simulate *ARGS:
