@@ -35,7 +35,7 @@ const TOKENS: usize = 12;
 const TOKEN_MS: u64 = 250;
 
 fn model() -> String {
-    format!("bench!tokens={TOKENS},slow={TOKEN_MS},words=4")
+    format!("bench!tokens={TOKENS}+slow={TOKEN_MS}+words=4")
 }
 
 fn target(address: SocketAddr, path: &'static str, o: &Options) -> Target {

@@ -1,6 +1,6 @@
 //! What goes wrong in one answer, as the request asks for it: the header `x-test-fault`, or the model's name after `!`.
 //!
-//! A list like `tokens=20,stall=5,chunk=7`. Unknown words are refused, so that a test cannot ask for a fault that never comes.
+//! A list like `tokens=20,stall=5,chunk=7`, with `,` or `+` between (a comma in a model's name means several models to some proxies). Unknown words are refused, so that a test cannot ask for a fault that never comes.
 
 use serde::Serialize;
 
@@ -66,7 +66,7 @@ impl Faults {
     /// If a word is unknown or its number is none.
     pub fn parse(list: &str) -> Result<Self, FaultError> {
         let mut f = Self::default();
-        for word in list.split(',').map(str::trim).filter(|w| !w.is_empty()) {
+        for word in list.split([',', '+']).map(str::trim).filter(|w| !w.is_empty()) {
             let bad = || FaultError(word.to_owned());
             let (name, value) = word.split_once('=').unwrap_or((word, ""));
             let number = || value.parse::<usize>().map_err(|_| bad());
@@ -98,6 +98,7 @@ mod tests {
     fn lists_are_read_and_unknown_words_refused() {
         let f = Faults::parse("tokens=3, stall=1,chunk=7,gzip").unwrap();
         assert_eq!((f.tokens, f.stall, f.chunk, f.coding), (3, Some(1), Some(7), Some("gzip")));
+        assert_eq!(f, Faults::parse("tokens=3+stall=1+chunk=7+gzip").unwrap());
         assert_eq!(Faults::parse("").unwrap(), Faults::default());
         for bad in ["stal=1", "cut=x", "status=-1"] {
             assert!(Faults::parse(bad).is_err(), "{bad}");
