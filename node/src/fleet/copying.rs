@@ -160,11 +160,19 @@ pub async fn fetch_closure(
 async fn until_decided(node: &Arc<Node>, me: u64, id: CheckpointId, pin: PinKey) {
     /// How long a fetched checkpoint waits for its record.
     const PATIENCE: Duration = Duration::from_secs(900);
-    let mut changes = node.fleet.changes();
-    let named = changes.wait_for(|s| {
-        let holds = |c: &ks_raft::CheckpointRecord| c.holders.contains(&me);
-        s.sessions.get(&pin.session).is_none_or(|r| r.by_id(&id).is_some_and(holds))
-    });
+    /// Between two tries to have the newest state.
+    const AGAIN: Duration = Duration::from_secs(1);
+    let named = async {
+        // A state that is behind may name this node as the holder that it was before it was dropped as one.
+        while node.fleet.consensus().catch_up().await.is_err() {
+            tokio::time::sleep(AGAIN).await;
+        }
+        let decided = |s: &Arc<ks_raft::FleetState>| {
+            let holds = |c: &ks_raft::CheckpointRecord| c.holders.contains(&me);
+            s.sessions.get(&pin.session).is_none_or(|r| r.by_id(&id).is_some_and(holds))
+        };
+        drop(node.fleet.changes().wait_for(decided).await);
+    };
     let _ = tokio::time::timeout(PATIENCE, named).await;
     let store = node.supply.store.clone();
     let _ = tokio::task::spawn_blocking(move || store.decided(&id, &pin)).await;

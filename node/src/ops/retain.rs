@@ -20,11 +20,17 @@ pub async fn run(node: std::sync::Weak<Node>) {
     loop {
         tick.tick().await;
         let Some(node) = node.upgrade() else { return };
-        let done = tokio::task::spawn_blocking(move || round(&node, GRACE_MS)).await;
-        if let Ok(Err(e)) = done {
+        if let Err(e) = current_round(node, GRACE_MS).await {
             tracing::warn!("collection: {e}");
         }
     }
+}
+
+/// A round on a state that is not behind. After a restart the state is older than what this node had applied, and told
+/// others, before: copies that it was named for lately would look like nobody's.
+async fn current_round(node: Arc<Node>, grace_ms: u64) -> Result<ks_blobs::GcReport, String> {
+    node.fleet.consensus().catch_up().await.map_err(|e| format!("put off, for the newest state cannot be had: {e}"))?;
+    tokio::task::spawn_blocking(move || round(&node, grace_ms)).await.map_err(|e| e.to_string())?
 }
 
 /// One round: thin, then collect.
@@ -106,7 +112,7 @@ mod tests {
 
     struct Setup {
         node: Arc<Node>,
-        _runtime: tokio::runtime::Runtime,
+        runtime: tokio::runtime::Runtime,
         _dir: tempfile::TempDir,
     }
 
@@ -135,7 +141,7 @@ mod tests {
             let state = StateStore::new(fleet.consensus().clone(), events);
             let node = Node::new(layout, state, supply, fleet);
             drop(inside);
-            Self { node, _runtime: runtime, _dir: dir }
+            Self { node, runtime, _dir: dir }
         }
         /// Something that is really stored, with bytes that nothing else has.
         fn stored(&self, fill: u8) -> CheckpointId {
@@ -224,6 +230,15 @@ mod tests {
         let young = s.stored(9);
         assert_eq!(round(&s.node, GRACE_MS).unwrap().manifests_removed, 0);
         assert!(s.whole(&young), "it may be a checkpoint whose record is being written");
+    }
+
+    #[test]
+    fn while_the_newest_state_cannot_be_had_nothing_is_removed() {
+        let s = Setup::new();
+        let stray = s.stored(2);
+        s.runtime.block_on(s.node.fleet.consensus().shutdown());
+        assert!(s.runtime.block_on(current_round(s.node.clone(), 0)).is_err());
+        assert!(s.whole(&stray));
     }
 
     #[test]
