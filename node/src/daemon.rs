@@ -112,6 +112,9 @@ pub async fn run(config: Config) -> Result<u8> {
 fn tasks(node: &Arc<Node>, mail: Mailboxes, router: &Router) {
     let weak = || Arc::downgrade(node);
     node.supply.store.set_peers(node.fleet.repair_source(weak()));
+    let _ = node.fleet.node.set(weak());
+    tokio::spawn(crate::host::gateway::peers::run(weak()));
+    tokio::spawn(crate::host::gateway::peers::sweep(weak()));
     tokio::spawn(fleet::renewal::run(weak(), node.fleet.clone(), mail.lease));
     tokio::spawn(fleet::placing::run(weak(), mail.placing));
     tokio::spawn(fleet::voting::run(weak()));

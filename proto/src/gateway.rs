@@ -8,6 +8,7 @@
 //! - `Admin`: asks and answers alternate on the connection until it is closed. An answer is one [`AdminAnswer`]; only
 //!   `Lines` may be followed by more of them (`more`).
 
+use crate::copies::{CopyAnswer, CopyAsk};
 use crate::ids::{RunToken, SessionId};
 use serde::{Deserialize, Serialize};
 
@@ -125,6 +126,10 @@ pub enum AdminAsk {
     BudgetSet { user: String, session: Option<SessionId>, limit: Option<String> },
     /// Limits and what is used of them.
     BudgetList { user: String, sessions: Vec<SessionId> },
+    /// Asked by another node, whose daemon this one's has found to own the session at that epoch: about the copy here.
+    Copy { session: SessionId, epoch: u64, copy: CopyAsk },
+    /// Sessions of which a copy is kept here.
+    CopyList {},
     /// Calls under way and counters, for tests and `ks doctor`.
     Stats {},
 }
@@ -188,6 +193,10 @@ pub enum AdminAnswer {
     Egress { allow: Vec<String> },
     /// JSON objects as text, one each; `more` of them follow in another answer.
     Lines { lines: Vec<String>, more: bool },
+    /// To Copy.
+    Copy { copy: CopyAnswer },
+    /// To CopyList.
+    Copies { sessions: Vec<SessionId> },
     /// One JSON object.
     Report { report: serde_json::Value },
     /// Not done.

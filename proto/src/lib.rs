@@ -9,6 +9,7 @@ pub mod bytes;
 pub mod channel;
 pub mod chunk;
 pub mod control;
+pub mod copies;
 pub mod fleet;
 pub mod gateway;
 pub mod guest;

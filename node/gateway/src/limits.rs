@@ -48,3 +48,7 @@ pub const EGRESS_MAX: usize = 256;
 pub const ALLOW_MAX: usize = 1024;
 /// Keys in the vault.
 pub const KEYS_MAX: usize = 4096;
+/// A node that takes over a session's journal waits so long for the nodes that may have a copy; then its calls are refused.
+pub const TAKEOVER_PATIENCE: Duration = Duration::from_secs(5);
+/// The largest ledger that is fetched from another node.
+pub const COPY_BYTES_MAX: usize = 256 << 20;

@@ -55,7 +55,7 @@ fn run(args: Args) -> Result<()> {
 }
 
 async fn serve(args: Args) -> Result<()> {
-    let config = Config { prices: args.prices, free_bytes: args.free_space, ..Config::alone(&args.dir) };
+    let config = Config { prices: args.prices, free_bytes: args.free_space, ..Config::in_fleet(&args.dir) };
     let node = Node::start(config)?;
     let path = args.socket.unwrap_or_else(|| args.dir.join(ks_proto::gateway::SOCKET));
     let listener = socket::bind(&path).with_context(|| format!("listening at {}", path.display()))?;

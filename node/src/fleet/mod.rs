@@ -58,12 +58,12 @@ pub struct Fleet {
     addresses: Addresses,
     layout: Layout,
     key: Keypair,
-    control: ControlPlane,
+    pub(crate) control: ControlPlane,
     gossip: Gossip,
     bulk: ks_bulk::Bulk,
     fetcher: ks_bulk::Fetcher,
     consensus: Consensus,
-    book: Book,
+    pub(crate) book: Book,
     deadline: watch::Sender<u64>,
     board: Board,
     ca: Mutex<start::Authority>,
@@ -72,6 +72,8 @@ pub struct Fleet {
     placing_tx: mpsc::Sender<placing::Notice>,
     /// Rings when owned sessions should be looked at again.
     pub(crate) owning: Notify,
+    /// The node that this is part of, once it is there.
+    pub(crate) node: std::sync::OnceLock<std::sync::Weak<crate::node::Node>>,
 }
 
 /// Numbers and keys of members: what the wire needs before and while the state is there.

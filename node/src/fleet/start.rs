@@ -152,6 +152,7 @@ pub async fn open(mut o: Opening<'_>) -> Result<(Arc<Fleet>, Mailboxes), String>
         lease_tx,
         placing_tx,
         owning: Notify::new(),
+        node: std::sync::OnceLock::new(),
     });
     fleet.follow_members(&state);
     answerer.serve(&fleet);

@@ -6,11 +6,13 @@
 use super::placing::Notice;
 use super::renewal::{Message, not_leader};
 use super::{Book, Fleet};
+use crate::host::gateway::peers;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use ks_fleet::lease::Answer;
 use ks_net::{ControlPlane, Handler, PeerId, Proto};
 use ks_proto::SessionId;
+use ks_proto::copies::{CopyAnswer, CopyAsk};
 use ks_raft::host::{Wire, WireError};
 use serde::{Deserialize, Serialize};
 use std::sync::{Arc, OnceLock, Weak};
@@ -45,6 +47,15 @@ pub enum Ask {
         /// Epoch.
         epoch: u64,
     },
+    /// The asker owns the session at this epoch: about the copy of its gateway's journal.
+    Journal {
+        /// Session.
+        session: SessionId,
+        /// Epoch.
+        epoch: u64,
+        /// What.
+        copy: CopyAsk,
+    },
 }
 
 /// Its answer.
@@ -58,6 +69,11 @@ pub enum Reply {
     },
     /// Heard.
     Heard {},
+    /// To `Journal`.
+    Journal {
+        /// What the copy's holder says.
+        answer: CopyAnswer,
+    },
     /// The request was not understood, or came from a stranger.
     Refused {
         /// Why.
@@ -148,6 +164,10 @@ async fn command(fleet: &Arc<Fleet>, from: u64, request: &[u8]) -> Vec<u8> {
             fleet.placing_mail(Notice::Started { session, epoch });
             encode(&Reply::Heard {})
         }
+        Ok(Ask::Journal { session, epoch, copy }) => {
+            let Some(node) = fleet.node.get().and_then(Weak::upgrade) else { return refused("this node is starting") };
+            encode(&Reply::Journal { answer: peers::asked(&node, from, session, epoch, copy).await })
+        }
         Err(e) => refused(&format!("the command is not understood: {e}")),
     }
 }
@@ -159,7 +179,7 @@ pub async fn renew(fleet: &Fleet, leader: u64, incarnation: u64, deadline: Durat
     let answer = fleet.control.call(peer, Proto::Command, request, deadline).await.ok()?;
     match serde_json::from_slice::<Reply>(&answer).ok()? {
         Reply::Lease { answer } => Some(answer),
-        Reply::Heard {} => None,
+        Reply::Heard {} | Reply::Journal { .. } => None,
         Reply::Refused { why } => {
             tracing::debug!("the leader does not renew: {why}");
             None

@@ -97,6 +97,11 @@ async fn answer(node: &Arc<Node>, ask: AdminAsk) -> Result<Vec<AdminAnswer>, Ref
         AdminAsk::EgressList { session } => Ok(vec![AdminAnswer::Egress { allow: node.allow(session) }]),
         AdminAsk::BudgetSet { user, session, limit } => one(budget_set(node, user, session, limit.as_deref())),
         AdminAsk::BudgetList { user, sessions } => Ok(vec![budget_list(node, &user, &sessions)]),
+        AdminAsk::Copy { session, epoch, copy } => Ok(vec![AdminAnswer::Copy { copy: node.copy(session, epoch, copy).await }]),
+        AdminAsk::CopyList {} => {
+            let sessions = node.copies().list().map_err(|e| Refused::of("disk", "the copies were not listed", &e))?;
+            Ok(vec![AdminAnswer::Copies { sessions }])
+        }
         AdminAsk::Stats {} => Ok(vec![AdminAnswer::Report { report: stats(node) }]),
         AdminAsk::Ledger { session, from } => books::ledger(node, session, from).await,
         AdminAsk::Verify { sessions } => one(books::verify(node, &sessions).await),

@@ -1,9 +1,12 @@
 //! The gateway of one node: everything that its connections share.
 
+use super::copies::{Copies, epochs};
 use super::files;
+use super::peers::{FleetReplica, Peers};
 use super::providers::{ProviderError, Providers};
 use super::replica::Replica;
 use super::session::{ForkedFrom, OpenError, Session, read_allow, write_allow};
+use super::takeover::Takeover;
 use super::upstream::Upstreams;
 use super::vault::{Vault, VaultError};
 use crate::limits::{CALLS_MAX, FINISH_PATIENCE, FREE_SPACE_BYTES, INTENT_PATIENCE, REQUEST_BYTES_MAX};
@@ -15,6 +18,7 @@ use ks_gateway::names::{Digest, EntryRef};
 use ks_gateway::price::PriceTable;
 use ks_gateway::replay::{Began, Input, ReplayMode};
 use ks_gateway::usage::Usage;
+use ks_proto::copies::{CopyAnswer, CopyAsk, PEERS_SOCKET};
 use ks_proto::gateway::{self, Provider, Stamp};
 use ks_proto::{RunToken, SessionId};
 use serde::{Deserialize, Serialize};
@@ -44,6 +48,8 @@ pub struct Config {
     pub free_bytes: u64,
     /// Where copies of journals go.
     pub replicas: Replicas,
+    /// The way to the other nodes' copies, for sessions of a fleet.
+    pub peers: Option<Arc<Peers>>,
     /// How long copies are waited for: of an intent, and of a finished answer.
     pub patience: (Duration, Duration),
 }
@@ -56,8 +62,23 @@ impl Config {
             prices: None,
             free_bytes: FREE_SPACE_BYTES,
             replicas: Box::new(|_| None),
+            peers: None,
             patience: (INTENT_PATIENCE, FINISH_PATIENCE),
         }
+    }
+}
+
+impl Config {
+    /// Of a node whose sessions may have copies on others, which its daemon reaches by `peers.sock` in `dir`.
+    pub fn in_fleet(dir: &Path) -> Self {
+        let peers = Peers::new(dir.join(PEERS_SOCKET));
+        let (to, journals) = (peers.clone(), dir.join("journal"));
+        let replicas: Replicas = Box::new(move |stamp| {
+            // A lone node's stamps name no replicas.
+            let fleet = !stamp.replicas.is_empty();
+            fleet.then(|| Arc::new(FleetReplica::new(to.clone(), stamp.session, &journals)) as Arc<dyn Replica>)
+        });
+        Self { replicas, peers: Some(peers), ..Self::alone(dir) }
     }
 }
 
@@ -102,6 +123,9 @@ pub struct Node {
     sessions: Mutex<BTreeMap<SessionId, Arc<Session>>>,
     leases: Mutex<BTreeMap<SessionId, (RunToken, Option<u64>)>>,
     opening: tokio::sync::Mutex<()>,
+    copies: Arc<Copies>,
+    /// One takeover of a session at a time.
+    taking: Mutex<BTreeMap<SessionId, Arc<tokio::sync::Mutex<()>>>>,
     room: Arc<Semaphore>,
     calls: Arc<Semaphore>,
     _lock: std::fs::File,
@@ -153,6 +177,8 @@ impl Node {
             sessions: Mutex::default(),
             leases: Mutex::default(),
             opening: tokio::sync::Mutex::new(()),
+            copies: Arc::new(Copies::new(&config.dir, config.free_bytes)),
+            taking: Mutex::default(),
             room: Arc::new(Semaphore::new(REQUEST_BYTES_MAX)),
             calls: Arc::new(Semaphore::new(CALLS_MAX)),
             config,
@@ -276,12 +302,81 @@ impl Node {
     /// # Errors
     /// [`OpenError`].
     pub async fn session(self: &Arc<Self>, stamp: &Stamp, position: u64) -> Result<Arc<Session>, OpenError> {
-        if let Some(open) = locked(&self.sessions).get(&stamp.session) {
-            return Ok(open.clone());
+        if let Some(peers) = self.config.peers.clone().filter(|_| !stamp.replicas.is_empty()) {
+            self.take_over(&peers, stamp, position).await?;
+        }
+        let open = locked(&self.sessions).get(&stamp.session).cloned();
+        if let Some(open) = open {
+            open.attach(|| (self.config.replicas)(stamp));
+            return Ok(open);
         }
         let origin = stamp.origin.as_ref().map(|o| (o.session, o.at_seq.unwrap_or(position)));
         let replica = (self.config.replicas)(stamp);
         self.open(stamp.session, origin, replica).await
+    }
+
+    /// Makes the journal this node's under the stamp's epoch, if it is not yet.
+    async fn take_over(self: &Arc<Self>, peers: &Peers, stamp: &Stamp, position: u64) -> Result<(), OpenError> {
+        let (session, epoch) = (stamp.session, stamp.token.epoch);
+        if locked(&self.sessions).get(&session).is_some_and(|open| open.owned() >= epoch) {
+            return Ok(());
+        }
+        let turn = locked(&self.taking).entry(session).or_default().clone();
+        let _turn = turn.lock().await;
+        let dir = self.journal_dir(session);
+        let owned = epochs(&dir).map_err(|source| OpenError::Io { session, source })?.written;
+        let ours = owned >= epoch;
+        if !ours {
+            self.demote(session, epoch).await.map_err(|source| OpenError::Io { session, source })?;
+            let takeover = Takeover { copies: &self.copies, peers, stamp, position };
+            takeover.run().await.map_err(|why| OpenError::Elsewhere { session, why })?;
+        }
+        locked(&self.taking).remove(&session);
+        Ok(())
+    }
+
+    fn journal_dir(&self, id: SessionId) -> PathBuf {
+        self.config.dir.join("journal").join(id.to_hex())
+    }
+
+    /// The journal here becomes a copy, if there is one: a newer owner has spoken.
+    async fn demote(&self, id: SessionId, epoch: u64) -> io::Result<()> {
+        let _one_at_a_time = self.opening.lock().await;
+        if !self.journal_dir(id).join("ledger.jsonl").exists() {
+            return Ok(());
+        }
+        let open = locked(&self.sessions).remove(&id);
+        let copies = self.copies.clone();
+        let work = tokio::task::spawn_blocking(move || {
+            if let Some(session) = open {
+                session.freeze(epoch);
+            }
+            copies.demote(id)
+        });
+        work.await.unwrap_or_else(|e| Err(io::Error::other(e)))
+    }
+
+    /// What the owner of a session, on another node, asks of the copy here.
+    pub async fn copy(&self, id: SessionId, epoch: u64, ask: CopyAsk) -> CopyAnswer {
+        let away = |e: io::Error| CopyAnswer::Away { why: e.to_string() };
+        let dir = self.journal_dir(id);
+        if dir.join("ledger.jsonl").exists() {
+            match epochs(&dir) {
+                Ok(own) if own.written >= epoch => return CopyAnswer::Sealed { epoch: own.written },
+                Ok(_) => {}
+                Err(e) => return away(e),
+            }
+            if let Err(e) = self.demote(id, epoch).await {
+                return away(e);
+            }
+        }
+        let copies = self.copies.clone();
+        let work = tokio::task::spawn_blocking(move || copies.answer(id, epoch, ask));
+        work.await.unwrap_or_else(|e| away(io::Error::other(e)))
+    }
+    /// Copies that are kept here.
+    pub fn copies(&self) -> &Copies {
+        &self.copies
     }
 
     /// A session that has a journal here.
@@ -392,7 +487,8 @@ impl Node {
         if let Some(session) = locked(&self.sessions).remove(&id) {
             session.abort_all();
         }
-        match std::fs::remove_dir_all(self.config.dir.join("journal").join(id.to_hex())) {
+        self.copies.forget(id)?;
+        match std::fs::remove_dir_all(self.journal_dir(id)) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
             Ok(()) | Err(_) => Ok(()),
         }

@@ -1,5 +1,6 @@
 //! One session at the gateway: its journal, its replay machine, the answers under way, its lease and its allow-list.
 
+use super::copies::epochs;
 use super::files;
 use super::journal::{Journal, Recovered, recover};
 use super::live::{End, Live, Order};
@@ -42,6 +43,14 @@ pub enum OpenError {
         /// The session.
         session: SessionId,
         /// Where.
+        why: String,
+    },
+    /// Another node wrote it, and no copy is at hand yet.
+    #[error("the journal of session {session} is not taken over yet ({why}): nothing is bought until it is; try again")]
+    Elsewhere {
+        /// The session.
+        session: SessionId,
+        /// Why.
         why: String,
     },
 }
@@ -102,7 +111,9 @@ pub struct Session {
     name: String,
     dir: PathBuf,
     journal: Journal,
-    replica: Option<Arc<dyn Replica>>,
+    replica: RwLock<Option<Arc<dyn Replica>>>,
+    /// The epoch under which this node owns the journal, as its folder says.
+    owned: u64,
     copies: watch::Sender<Copies>,
     copying: Mutex<Option<tokio::task::JoinHandle<()>>>,
     epoch: Mutex<u64>,
@@ -136,6 +147,7 @@ impl Session {
     ) -> Result<Arc<Self>, OpenError> {
         let dir = dir.join(id.to_hex());
         let Recovered { journal, lines, replay } = recover(&dir, id, parent, free_bytes)?;
+        let owned = epochs(&dir).map_err(|source| OpenError::Io { session: id, source })?.written;
         let allow = read_allow(&dir).map_err(|source| OpenError::Io { session: id, source })?;
         let ancestors = parent.map_or_else(Vec::new, |p| {
             let older = p.known.as_ref().map(|(_, older)| older.clone()).unwrap_or_default();
@@ -159,7 +171,8 @@ impl Session {
             name: id.to_hex(),
             dir,
             journal,
-            replica,
+            replica: RwLock::new(replica),
+            owned,
             copies: watch::Sender::new(Copies::Lines(0)),
             copying: Mutex::new(None),
             epoch: Mutex::new(0),
@@ -190,12 +203,33 @@ impl Session {
         &self.dir
     }
 
+    /// The epoch under which this node owns it; 0 if it never had to take it over.
+    pub fn owned(&self) -> u64 {
+        self.owned
+    }
+    fn replica(&self) -> Option<Arc<dyn Replica>> {
+        self.replica.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+    /// Where copies go, for a session that was opened without being told.
+    pub fn attach(&self, make: impl FnOnce() -> Option<Arc<dyn Replica>>) {
+        let mut replica = self.replica.write().unwrap_or_else(PoisonError::into_inner);
+        if replica.is_none() {
+            *replica = make();
+        }
+    }
+    /// Another owner's epoch ends this one: nothing more is written, and what is under way is given up. Blocks on the disk.
+    pub fn freeze(&self, epoch: u64) {
+        self.journal.freeze(&ReplicaError::Sealed(epoch).to_string());
+        self.copies.send_replace(Copies::Sealed(epoch));
+        self.abort_all();
+    }
+
     /// A stream of this run came.
     pub fn seen(self: &Arc<Self>, stamp: &Stamp) {
         locked(&self.lease).seen(stamp.token, !stamp.replicas.is_empty());
         let mut epoch = locked(&self.epoch);
         *epoch = (*epoch).max(stamp.token.epoch);
-        if self.replica.is_some() {
+        if self.replica().is_some() {
             let mut copying = locked(&self.copying);
             if copying.as_ref().is_none_or(tokio::task::JoinHandle::is_finished) {
                 *copying = Some(tokio::spawn(copy_lines(Arc::downgrade(self))));
@@ -357,7 +391,7 @@ impl Session {
     /// # Errors
     /// If it has not by then, or was told that another node owns the session.
     pub async fn replicated(&self, lines: u64, patience: Duration) -> Result<(), ReplicaError> {
-        if self.replica.is_none() {
+        if self.replica().is_none() {
             return Ok(());
         }
         let mut copies = self.copies.subscribe();
@@ -376,7 +410,7 @@ impl Session {
 
     /// Puts a call's bodies on the replica set, for at most `patience`; false if they are not there then.
     pub async fn copy_bodies(&self, seq: u64, patience: Duration) -> bool {
-        let Some(replica) = &self.replica else { return true };
+        let Some(replica) = self.replica() else { return true };
         let epoch = *locked(&self.epoch);
         let work = async {
             let answer = self.journal.bodies().answer(seq).map_err(|e| ReplicaError::Away(e.to_string()))?;
@@ -500,7 +534,7 @@ async fn copy_lines(session: std::sync::Weak<Session>) {
     let (mut lines, mut bytes) = (0, 0);
     loop {
         let Some(s) = session.upgrade() else { return };
-        let Some(replica) = s.replica.clone() else { return };
+        let Some(replica) = s.replica() else { return };
         let mut durable = s.journal.durable();
         let (have, len) = *durable.borrow_and_update();
         if have == lines {
@@ -517,7 +551,14 @@ async fn copy_lines(session: std::sync::Weak<Session>) {
         match replica.append(s.id, epoch, lines, Arc::new(batch)).await {
             Ok(()) => {
                 (lines, bytes) = (have, len);
-                s.copies.send_replace(Copies::Lines(have));
+                // A word that it was sealed stays.
+                s.copies.send_if_modified(|c| {
+                    let open = matches!(c, Copies::Lines(_));
+                    if open {
+                        *c = Copies::Lines(have);
+                    }
+                    open
+                });
             }
             Err(ReplicaError::Sealed(epoch)) => {
                 s.copies.send_replace(Copies::Sealed(epoch));

@@ -9,3 +9,4 @@ mod faults;
 mod harness;
 mod process;
 mod replicas;
+mod takeover;

@@ -10,6 +10,7 @@
 
 pub mod began;
 pub mod carry;
+pub mod peers;
 mod process;
 
 use super::files::Layout;

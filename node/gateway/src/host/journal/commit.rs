@@ -141,6 +141,18 @@ impl Journal {
         self.put(entry, None).map(|_| ())
     }
 
+    /// Ends all writing, for good. Blocks until what was being written is on the disk.
+    pub fn freeze(&self, why: &str) {
+        {
+            let mut q = locked(&self.inner.queue);
+            q.broken.get_or_insert_with(|| why.to_owned());
+            for item in q.items.drain(..) {
+                let _ = item.done.send(Err(JournalError::Broken(why.to_owned())));
+            }
+        }
+        drop(locked(&self.inner.writer));
+    }
+
     fn put(&self, entry: Entry, body: Option<Bytes>) -> Result<Waiting, JournalError> {
         let (done, result) = oneshot::channel();
         let mut q = locked(&self.inner.queue);
