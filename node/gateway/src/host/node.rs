@@ -420,10 +420,11 @@ impl Node {
     /// The lease of a session. One whose journal is not open yet is remembered until it is.
     pub fn told(&self, id: SessionId, token: RunToken, deadline_boottime_ms: Option<u64>) {
         let open = locked(&self.sessions).get(&id).cloned();
-        match open {
-            Some(session) => session.told(token, deadline_boottime_ms),
-            None => drop(locked(&self.leases).insert(id, (token, deadline_boottime_ms))),
+        if let Some(session) = open {
+            session.told(token, deadline_boottime_ms);
         }
+        // One that is opened again, after a takeover, is told too.
+        locked(&self.leases).insert(id, (token, deadline_boottime_ms));
     }
 
     async fn open(
@@ -453,7 +454,8 @@ impl Node {
         let work = tokio::task::spawn_blocking(move || Session::open(&dir, id, parent.as_ref(), replica, free));
         let opened = work.await.unwrap_or_else(|e| Err(OpenError::Io { session: id, source: io::Error::other(e) }))?;
         locked(&self.sessions).insert(id, opened.clone());
-        if let Some((token, deadline)) = locked(&self.leases).remove(&id) {
+        let lease = locked(&self.leases).get(&id).copied();
+        if let Some((token, deadline)) = lease {
             opened.told(token, deadline);
         }
         Ok(opened)
@@ -487,6 +489,7 @@ impl Node {
         if let Some(session) = locked(&self.sessions).remove(&id) {
             session.abort_all();
         }
+        locked(&self.leases).remove(&id);
         self.copies.forget(id)?;
         match std::fs::remove_dir_all(self.journal_dir(id)) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),

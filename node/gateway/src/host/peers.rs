@@ -122,13 +122,15 @@ pub struct FleetReplica {
     /// Lines that a holder is known to have, all of this owner's.
     have: Mutex<BTreeMap<u64, u64>>,
     set: Mutex<Option<(Instant, Set)>>,
+    /// The hash at the end of so many lines: those of the last append.
+    end: Mutex<(u64, String)>,
 }
 
 impl FleetReplica {
     /// Of the session whose journal is below `journals`.
     pub fn new(peers: Arc<Peers>, session: SessionId, journals: &Path) -> Self {
         let dir = journals.join(session.to_hex());
-        Self { peers, session, dir, have: Mutex::default(), set: Mutex::default() }
+        Self { peers, session, dir, have: Mutex::default(), set: Mutex::default(), end: Mutex::default() }
     }
 
     async fn holders(&self, epoch: u64) -> Result<Vec<u64>, ReplicaError> {
@@ -208,14 +210,17 @@ impl FleetReplica {
     async fn slice(&self, at: u64, from: u64, lines: &[Vec<u8>]) -> Result<(String, Vec<String>), ReplicaError> {
         let text = |l: &Vec<u8>| String::from_utf8(l.clone()).map(|t| t.trim_end_matches('\n').to_owned()).map_err(away);
         let here = usize::try_from(at.saturating_sub(from)).unwrap_or(usize::MAX);
+        let of = |line: Option<String>| line.as_deref().and_then(end_hash).unwrap_or("").to_owned();
+        let known = Some(locked(&self.end).clone()).filter(|(n, hash)| *n == at && !hash.is_empty());
         let before = if at > from {
-            lines.get(here - 1).map(text).transpose()?
+            of(lines.get(here - 1).map(text).transpose()?)
+        } else if let Some((_, hash)) = known {
+            hash
         } else if at > 0 {
-            self.read(at - 1, 1, u64::MAX).await?.pop()
+            of(self.read(at - 1, 1, u64::MAX).await?.pop())
         } else {
-            None
+            String::new()
         };
-        let before = before.as_deref().and_then(end_hash).unwrap_or("").to_owned();
         if at < from {
             return Ok((before, self.read(at, LINES_BYTES_MAX, from - at).await?));
         }
@@ -306,7 +311,12 @@ impl Replica for FleetReplica {
         Box::pin(async move {
             let holders = self.holders(epoch).await?;
             let done = join_all(holders.iter().map(|to| self.bring(*to, epoch, from, &lines))).await;
-            self.all(done).map(|_| ())
+            self.all(done)?;
+            let last = lines.last().map(|l| String::from_utf8_lossy(l).trim_end().to_owned());
+            if let Some(hash) = last.as_deref().and_then(end_hash) {
+                *locked(&self.end) = (from + lines.len() as u64, hash.to_owned());
+            }
+            Ok(())
         })
     }
 
