@@ -147,7 +147,7 @@ async fn what_a_dead_host_bought_is_served_by_the_next_owner_and_bought_once() {
     // The checkpoint was taken before both.
     let next = t.on_owner(guest.resumed(2, 0)).await;
     let again = next.call(1, &path, &body).await.to_end().await;
-    assert_eq!((again.end, again.status(), again.refused), (Some(Ok(())), 200, None));
+    assert_eq!((again.end.clone(), again.status(), again.refused.clone()), (Some(Ok(())), 200, None));
     assert!(again.body == first.body && !again.body.is_empty());
     assert_eq!(provider.purchases(), 2);
     let ends = t.world(2).kind(guest.session(), "completed");
