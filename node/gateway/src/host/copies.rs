@@ -459,6 +459,7 @@ mod tests {
         let got = Copies::new(dir.path(), 0).answer(ID, 1, CopyAsk::Lines { from: 3 });
         assert_eq!(got, CopyAnswer::Lines { lines: l[3..].to_vec(), more: false });
         // Junk is refused and changes nothing.
+        let c = Copies::new(dir.path(), 0);
         assert!(matches!(append(&c, 1, 5, &l[4], &["no line".into()], true), CopyAnswer::Away { .. }));
         assert_eq!(Copies::new(dir.path(), 0).answer(ID, 1, CopyAsk::Seal {}), stands(5, 1));
     }
