@@ -48,9 +48,11 @@ fn asks_and_answers_round_trip() {
     }
 }
 
+type Change = fn(&mut Call);
+
 #[test]
 fn asks_above_a_limit_are_refused() {
-    let changed: [(&str, fn(&mut Call)); 12] = [
+    let changed: [(&str, Change); 12] = [
         ("nonce", |c| c.call.nonce_hex = "AB".repeat(16)),
         ("prior", |c| c.prior = Some("x".into())),
         ("hash", |c| c.body_hash.clear()),

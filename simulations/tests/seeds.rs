@@ -1,5 +1,7 @@
 //! The seeded simulation as tests: a few seeds and every planted bug. `./dev simulate --seeds 100` is the long run.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests: they fail where they panic")]
+
 use ks_simulations::child::Job;
 use ks_simulations::{Mutant, Outcome};
 use std::path::Path;

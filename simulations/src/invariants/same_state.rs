@@ -19,7 +19,7 @@ pub struct SameState {
 impl SameState {
     /// A node applied everything up to `index`.
     pub fn applied(&mut self, at_ms: u64, node: u64, index: u64, state: &FleetState) {
-        if index % EVERY != 0 {
+        if !index.is_multiple_of(EVERY) {
             return;
         }
         let bytes = serde_json::to_vec(state).expect("a state is plain data");

@@ -15,11 +15,14 @@ use tokio::time::timeout;
 /// Messages of gossip that wait for one node.
 const QUEUE_MAX: usize = 256;
 
+/// A sender's number and its message of gossip.
+type Gossiped = (u64, Vec<u8>);
+
 /// All nodes.
 #[derive(Default)]
 pub struct Hub {
     nodes: RwLock<BTreeMap<u64, Consensus>>,
-    ears: RwLock<BTreeMap<u64, mpsc::Sender<(u64, Vec<u8>)>>>,
+    ears: RwLock<BTreeMap<u64, mpsc::Sender<Gossiped>>>,
     /// The leader's mailbox.
     pub leader: Mutex<Option<mpsc::Sender<Letter>>>,
     /// Bytes of requests and answers.
@@ -42,7 +45,7 @@ impl Hub {
         self.nodes.read().unwrap_or_else(PoisonError::into_inner).get(&number).cloned()
     }
     /// An ear for gossip.
-    pub fn listen(&self, number: u64) -> mpsc::Receiver<(u64, Vec<u8>)> {
+    pub fn listen(&self, number: u64) -> mpsc::Receiver<Gossiped> {
         let (tell, heard) = mpsc::channel(QUEUE_MAX);
         self.ears.write().unwrap_or_else(PoisonError::into_inner).insert(number, tell);
         heard
