@@ -44,6 +44,8 @@ pub const START_AGAIN: u8 = 75;
 const AUTHORITY_AGAIN: Duration = Duration::from_millis(500);
 /// The same when it starts again by itself: everything that was asked is answered.
 const GRACE_AGAIN: Duration = Duration::from_millis(200);
+/// How long a start waits for the newest state before it goes on without.
+const NEWEST_STATE: Duration = Duration::from_secs(2);
 /// Set when everything was served and ksd goes down in order.
 static GOING: AtomicBool = AtomicBool::new(false);
 /// How long open calls may go on after SIGTERM.
@@ -76,7 +78,14 @@ pub async fn run(config: Config) -> Result<u8> {
     for warning in node.supply.store.warnings() {
         node.state.event("", "store-warning", warning);
     }
-    end_strays(&node).await;
+    // After a restart the applied state is older than what was committed; a lone node has all of it in a moment.
+    match tokio::time::timeout(NEWEST_STATE, node.fleet.consensus().catch_up()).await {
+        Ok(Ok(())) => end_strays(&node).await,
+        // A VM that this state does not know may be a session's: it stays, and its lease ends it if nobody takes it up.
+        Ok(Err(_)) | Err(_) => {
+            tracing::warn!("the newest state of the fleet is not here yet; strays of an earlier ksd are not looked for")
+        }
+    }
     let api_path = config.api_file.clone().unwrap_or_else(|| layout.api_file());
     let listener = listen(config.listen, &api_path).await?;
     let port = listener.local_addr()?.port();

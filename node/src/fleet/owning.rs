@@ -5,12 +5,23 @@ use crate::node::Node;
 use crate::session::Input;
 use ks_proto::SessionId;
 use ks_proto::api::SessionState;
+use ks_raft::host::ProposeError;
 use ks_raft::{FleetState, SessionRecord, Wanted};
 use std::sync::{Arc, Weak};
 
 /// Follows the state for as long as the node lives.
 pub async fn run(node: Weak<Node>) {
     let Some(mut changes) = node.upgrade().map(|n| n.fleet.changes()) else { return };
+    // After a restart the applied state is older than what was committed: a session taken up by it would begin at a checkpoint
+    // that is not its newest.
+    loop {
+        let Some(strong) = node.upgrade() else { return };
+        match strong.fleet.consensus().catch_up().await {
+            Ok(()) => break,
+            Err(ProposeError::Shutdown) => return,
+            Err(e) => tracing::info!("sessions wait for the newest state: {e}"),
+        }
+    }
     loop {
         let Some(strong) = node.upgrade() else { return };
         let state = strong.state.read();

@@ -214,7 +214,7 @@ async fn a_drain_is_undone_and_a_removed_node_leaves_by_itself() {
         let view = nodes[1].ok("fleet/nodes/n3/undrain", json!({})).await;
         assert_eq!((view["state"].as_str(), view["number"].as_u64()), (Some("active"), Some(me)), "{view}");
         let made: Session = serde_json::from_value(nodes[0].ok("sessions", on_n3).await).unwrap();
-        assert_eq!(made.node, "n1");
+        assert_eq!(made.node, "n3");
         let e = nodes[2].refused("fleet/leave", json!({ "force": true })).await;
         assert!(e.code == "usage" && e.why.contains("can be reached"), "{e}");
         nodes[0].ok("sessions/a/checkpoint", json!({})).await;

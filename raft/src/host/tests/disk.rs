@@ -79,6 +79,7 @@ async fn a_failed_write_ends_consensus_with_its_reason() {
     // Nothing that was answered is lost.
     let again = g.start(1).await;
     again.found().await.unwrap();
+    again.catch_up().await.unwrap();
     assert_eq!(again.state().sessions[&sid(1)].token.run, 0);
     assert_eq!(run(again.propose(begin(1)).await.unwrap()), 1);
 }
