@@ -252,11 +252,12 @@ fn open_supply(layout: &Layout, lease: tokio::sync::watch::Receiver<u64>) -> Res
     Ok(Supply { store, keys, board: fleet::board::Board::default(), lease })
 }
 
-/// VMs that belong to no session (a golden boot or a diff that an earlier ksd left) are ended.
+/// VMs that belong to no session of this node are ended: a golden boot or a diff that an earlier ksd left, or a session that went to
+/// another node meanwhile. The state must be the newest.
 async fn end_strays(node: &Arc<Node>) {
     let ours: Vec<String> = {
-        let state = node.state.read();
-        state.sessions.values().filter(|s| !s.tombstone).map(|s| format!("{}.", &s.id.to_hex()[..12])).collect()
+        let (state, me) = (node.state.read(), node.fleet.number());
+        state.sessions.values().filter(|s| !s.tombstone && s.owner == me).map(|s| format!("{}.", &s.id.to_hex()[..12])).collect()
     };
     for entry in std::fs::read_dir(node.layout.run()).into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
