@@ -53,7 +53,7 @@ pub struct Stamp {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Began {
-    /// From a boot, before any checkpoint of its own.
+    /// From a boot, before any checkpoint of its own: there is no past.
     Boot,
     /// The session went on: after a crash, a move, or a park.
     Resume,
@@ -78,7 +78,8 @@ pub struct Origin {
 pub enum ReplayMode {
     /// Served (a crash resume, a move, a wake; a fork that opted in).
     On,
-    /// Only calls that were open at the position are joined.
+    /// Only calls that were open at the position are joined: other samples are wanted (a user's restore or fork). Entries after the
+    /// position are abandoned for ever.
     Off,
 }
 

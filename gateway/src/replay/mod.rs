@@ -21,36 +21,13 @@ mod rebuild;
 #[cfg(test)]
 mod table;
 
+pub use ks_proto::gateway::{Began, ReplayMode};
 pub use machine::{DRAIN_MS, GRACE_MS, Replay};
 
 use crate::dialect::Outcome;
 use crate::key::{Keys, Matched};
 use crate::names::{CallId, Digest, EntryRef, Nonce};
 use serde::{Deserialize, Serialize};
-
-/// Whether a timeline is served the entries after its checkpoint.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum ReplayMode {
-    /// A crash resume, or `--replay parent`.
-    On,
-    /// A user's restore or fork: other samples are wanted. Entries after the position are abandoned for ever.
-    Off,
-}
-
-/// Why a guest began to live on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Began {
-    /// A first start: there is no past.
-    Boot,
-    /// After a crash, a move, or a park.
-    Resume,
-    /// A user's restore of the session.
-    Rewind,
-    /// A child of another session's checkpoint.
-    Fork,
-}
 
 /// What happened to a session. Times are the caller's monotonic milliseconds.
 #[derive(Debug, Clone, PartialEq)]

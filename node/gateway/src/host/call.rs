@@ -222,7 +222,7 @@ impl Calling {
         let prior = prior.map(nonce).transpose()?;
         // A fork's lines go on from its fork point; its relay counts from there only when it has been told of one.
         let position = position.max(self.session.forked_at());
-        let (mode, began) = (self.node.mode(&self.stamp), self.node.began(&self.stamp));
+        let (mode, began) = (self.stamp.replay, self.stamp.began);
         self.session.step(Input::OpenTimeline { nonce: timeline, prior, position, mode, began });
         let entry = Entry::Timeline { nonce: timeline, prior, position, mode, began, token: self.stamp.token };
         // In the file before every line of the timeline, because it is handed in before.
