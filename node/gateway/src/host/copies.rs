@@ -11,6 +11,7 @@
 //! A copy becomes a journal, and a journal a copy, by renaming its folder; there is never both.
 
 use super::files;
+use super::locked;
 use crate::limits::ANSWER_BYTES_MAX;
 use ks_gateway::ledger::LINE_BYTES_MAX;
 use ks_proto::SessionId;
@@ -21,7 +22,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 const META: &str = "copy.json";
 const LEDGER: &str = "ledger.jsonl";
@@ -55,10 +56,6 @@ fn note(dir: &Path, epochs: Epochs) -> io::Result<()> {
 pub fn end_hash(line: &str) -> Option<&str> {
     let (_, hash) = line.strip_suffix("\"}")?.split_at_checked(line.len().checked_sub(66)?)?;
     hash.bytes().all(|b| b.is_ascii_hexdigit()).then_some(hash)
-}
-
-fn locked<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    m.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 type Slot = Arc<Mutex<Option<Held>>>;
@@ -112,10 +109,7 @@ impl Copies {
         let mut held = locked(&slot);
         *held = None;
         locked(&self.held).remove(&id);
-        match std::fs::remove_dir_all(self.dir.join(id.to_hex())) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
-            Ok(()) | Err(_) => Ok(()),
-        }
+        files::gone(std::fs::remove_dir_all(self.dir.join(id.to_hex())))
     }
 
     /// Carries out what the owner at `epoch` asks.
@@ -183,15 +177,9 @@ impl Copies {
         let (from, to) = (self.dir.join(id.to_hex()), self.journals.join(id.to_hex()));
         files::make_dir(&from)?;
         // An allow-list may have been set before there was a journal.
-        match std::fs::rename(to.join("egress.json"), from.join("egress.json")) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-            Ok(()) | Err(_) => {}
-        }
+        files::gone(std::fs::rename(to.join("egress.json"), from.join("egress.json")))?;
         note(&from, Epochs { sealed: epoch, written: epoch })?;
-        match std::fs::remove_dir_all(&to) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-            Ok(()) | Err(_) => {}
-        }
+        files::gone(std::fs::remove_dir_all(&to))?;
         std::fs::rename(&from, &to)?;
         files::sync_dir(&self.journals)?;
         files::sync_dir(&self.dir)
@@ -207,10 +195,7 @@ impl Copies {
         *held = None;
         files::make_dir(&self.dir)?;
         let (from, to) = (self.journals.join(id.to_hex()), self.dir.join(id.to_hex()));
-        match std::fs::remove_dir_all(&to) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-            Ok(()) | Err(_) => {}
-        }
+        files::gone(std::fs::remove_dir_all(&to))?;
         std::fs::rename(&from, &to)?;
         files::sync_dir(&self.dir)?;
         files::sync_dir(&self.journals)
@@ -370,10 +355,7 @@ impl Held {
         let bytes = hex::decode(hex).map_err(|_| damaged("a body's bytes are no hex"))?;
         let path = body_path(&self.dir, seq, part);
         if offset == 0 {
-            match std::fs::remove_file(&path) {
-                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-                Ok(()) | Err(_) => {}
-            }
+            files::gone(std::fs::remove_file(&path))?;
         }
         let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path)?;
         if file.metadata()?.len() < offset {

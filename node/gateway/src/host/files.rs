@@ -21,6 +21,17 @@ pub fn sync_dir(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()
 }
 
+/// What is to be gone may have been gone before.
+///
+/// # Errors
+/// Every other failure of a removal.
+pub fn gone(removed: io::Result<()>) -> io::Result<()> {
+    match removed {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
 /// Replaces `path` (mode 0600): a reader sees the old or the new file, also after a crash.
 ///
 /// # Errors

@@ -22,3 +22,10 @@ pub mod tls;
 pub mod upstream;
 pub mod vault;
 pub mod wire;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Takes a lock; what a thread that panicked under it left is taken as it is.
+fn locked<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -2,6 +2,7 @@
 
 use super::copies::{Copies, epochs};
 use super::files;
+use super::locked;
 use super::peers::{FleetReplica, Peers};
 use super::providers::{ProviderError, Providers};
 use super::replica::Replica;
@@ -16,16 +17,16 @@ use ks_gateway::ledger::{Entry, Ledger, Line};
 use ks_gateway::money::Money;
 use ks_gateway::names::{Digest, EntryRef};
 use ks_gateway::price::PriceTable;
-use ks_gateway::replay::{Began, Input, ReplayMode};
+use ks_gateway::replay::Input;
 use ks_gateway::usage::Usage;
 use ks_proto::copies::{CopyAnswer, CopyAsk, PEERS_SOCKET};
-use ks_proto::gateway::{self, Provider, Stamp};
+use ks_proto::gateway::{Provider, Stamp};
 use ks_proto::{RunToken, SessionId};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use zeroize::Zeroizing;
@@ -129,10 +130,6 @@ pub struct Node {
     room: Arc<Semaphore>,
     calls: Arc<Semaphore>,
     _lock: std::fs::File,
-}
-
-fn locked<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    m.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Node {
@@ -273,23 +270,6 @@ impl Node {
     /// A slot for a purchase, if one is free.
     pub fn call_slot(&self) -> Option<OwnedSemaphorePermit> {
         self.calls.clone().try_acquire_owned().ok()
-    }
-
-    /// How a timeline of this run is served.
-    pub fn mode(&self, stamp: &Stamp) -> ReplayMode {
-        match stamp.replay {
-            gateway::ReplayMode::On => ReplayMode::On,
-            gateway::ReplayMode::Off => ReplayMode::Off,
-        }
-    }
-    /// Why it began.
-    pub fn began(&self, stamp: &Stamp) -> Began {
-        match stamp.began {
-            gateway::Began::Boot => Began::Boot,
-            gateway::Began::Resume => Began::Resume,
-            gateway::Began::Rewind => Began::Rewind,
-            gateway::Began::Fork => Began::Fork,
-        }
     }
 
     /// Sessions whose journals are open.
@@ -491,10 +471,7 @@ impl Node {
         }
         locked(&self.leases).remove(&id);
         self.copies.forget(id)?;
-        match std::fs::remove_dir_all(self.journal_dir(id)) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
-            Ok(()) | Err(_) => Ok(()),
-        }
+        files::gone(std::fs::remove_dir_all(self.journal_dir(id)))
     }
 
     /// Purchases under way.

@@ -5,6 +5,7 @@
 //! refused. A holder that is new, or was away, gets what it missed, bodies and all, before it counts.
 
 use super::copies::end_hash;
+use super::locked;
 use super::replica::{Part, Replica, ReplicaError, Reply};
 use super::wire::{WireError, read_message, write_message};
 use bytes::Bytes;
@@ -16,7 +17,7 @@ use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::net::UnixStream;
 
@@ -28,10 +29,6 @@ const ANSWER_PATIENCE: Duration = Duration::from_secs(5);
 const SET_AGE: Duration = Duration::from_secs(1);
 /// A holder that is behind is set back at most so often within one append.
 const BACK_MAX: usize = 4;
-
-fn locked<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    m.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 fn away(why: impl ToString) -> ReplicaError {
     ReplicaError::Away(why.to_string())

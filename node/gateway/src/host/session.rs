@@ -4,6 +4,7 @@ use super::copies::epochs;
 use super::files;
 use super::journal::{Journal, Recovered, recover};
 use super::live::{End, Live, Order};
+use super::locked;
 use super::replica::{Part, Replica, ReplicaError};
 use crate::allow::Pattern;
 use crate::lease::{Lapse, Lease};
@@ -20,7 +21,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 use tokio::sync::{Semaphore, oneshot, watch};
 
@@ -124,10 +125,6 @@ pub struct Session {
     started: Instant,
     ancestors: Vec<SessionId>,
     forked_at: u64,
-}
-
-fn locked<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    m.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// How long a replica that does not answer is left alone.

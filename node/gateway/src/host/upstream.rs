@@ -14,7 +14,7 @@ use hyper_util::client::legacy::Client;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use ks_proto::gateway::Provider;
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// Why a request got no answer.
 #[derive(Debug, thiserror::Error)]
@@ -61,7 +61,7 @@ pub struct Upstreams {
 
 impl Upstreams {
     fn pool(&self, provider: &Provider) -> std::io::Result<Pool> {
-        let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pools = super::locked(&self.pools);
         if let Some((of, pool)) = pools.get(&provider.name)
             && of == provider
         {

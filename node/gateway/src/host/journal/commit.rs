@@ -3,6 +3,7 @@
 //! A line gets its number when it is written, not when it is handed in, so that a failed write leaves no gap: the file is cut
 //! back to its last durable line and the chain goes on from there.
 
+use super::super::locked;
 use super::bodies::Bodies;
 use crate::crash;
 use crate::host::files;
@@ -14,7 +15,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use tokio::sync::{oneshot, watch};
 
 /// Why a line is not in the journal.
@@ -81,10 +82,6 @@ struct Inner {
 #[derive(Clone)]
 pub struct Journal {
     inner: Arc<Inner>,
-}
-
-fn locked<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    m.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Journal {
