@@ -204,14 +204,9 @@ impl<'a> Parser<'a> {
     fn escape(&mut self, out: &mut Vec<u8>) -> Result<(), JsonError> {
         let b = self.peek().ok_or_else(|| self.bad())?;
         self.at += 1;
-        out.push(match b {
-            b'"' | b'\\' | b'/' => b,
-            b'b' => 8,
-            b'f' => 12,
-            b'n' => b'\n',
-            b'r' => b'\r',
-            b't' => b'\t',
-            b'u' => {
+        match super::escaped(b) {
+            Some(plain) => out.push(plain),
+            None if b == b'u' => {
                 let mut code = self.four_digits()?;
                 if (0xd800..0xdc00).contains(&code) && self.doc[self.at..].starts_with(b"\\u") {
                     let back = self.at;
@@ -224,10 +219,9 @@ impl<'a> Parser<'a> {
                     }
                 }
                 push_code(code, out);
-                return Ok(());
             }
-            _ => return Err(self.bad()),
-        });
+            None => return Err(self.bad()),
+        }
         Ok(())
     }
     fn four_digits(&mut self) -> Result<u32, JsonError> {

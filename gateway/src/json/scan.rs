@@ -257,24 +257,14 @@ impl Scan {
         used
     }
     fn in_escape(&mut self, b: u8, key: bool) {
-        let plain = match b {
-            b'"' | b'\\' | b'/' => b,
-            b'b' => 8,
-            b'f' => 12,
-            b'n' => b'\n',
-            b'r' => b'\r',
-            b't' => b'\t',
-            b'u' => {
-                self.state = State::Unicode { key, left: 4, code: 0 };
-                return;
+        self.state = match super::escaped(b) {
+            Some(plain) => {
+                self.keep(plain);
+                State::Text { key }
             }
-            _ => {
-                self.state = State::Broken;
-                return;
-            }
+            None if b == b'u' => State::Unicode { key, left: 4, code: 0 },
+            None => State::Broken,
         };
-        self.keep(plain);
-        self.state = State::Text { key };
     }
     fn in_unicode(&mut self, b: u8, key: bool, left: u8, code: u16) {
         let Some(digit) = char::from(b).to_digit(16).and_then(|d| u16::try_from(d).ok()) else {
