@@ -98,7 +98,7 @@ pub async fn create(node: &Arc<Node>, c: CreateSession, steps: &Steps) -> Result
     if to == node.fleet.number() { create_here(node, c, steps).await } else { create_there(node, to, c, steps).await }
 }
 
-/// A node that was named and not heard of is waited for: this one, or that one, may have started a moment ago.
+/// A node that was named and has fallen silent is waited for: it may be coming back.
 async fn place_when_heard(node: &Arc<Node>, c: &CreateSession, steps: &Steps) -> Result<u64, ApiError> {
     let deadline = tokio::time::Instant::now() + NAMED_PATIENCE;
     let mut told = false;

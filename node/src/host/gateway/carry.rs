@@ -59,14 +59,15 @@ struct Run {
 async fn carry(node: &Arc<Node>, mut stream: GuestStream, run: &Run) {
     let connected = async {
         // A gateway lets nothing pass for a session of a fleet whose lease it was not told.
-        let process = node.gateway.ready().await?;
+        let (mut socket, process) = node.gateway.connect().await?;
         let mut told = run.told.lock().await;
         if *told != process {
             tell_lease(node, &run.stamp).await?;
             *told = process;
         }
         drop(told);
-        node.gateway.stream(&run.stamp).await
+        super::stamp(&mut socket, &run.stamp).await?;
+        Ok::<_, ApiError>(socket)
     };
     match connected.await {
         Ok(mut socket) => drop(tokio::io::copy_bidirectional(&mut stream, &mut socket).await),

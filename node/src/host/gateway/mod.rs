@@ -61,21 +61,16 @@ impl Gateway {
         &self.dir
     }
 
-    /// Starts the process if need be. The number is another one for each process that was greeted, and never 0.
+    /// A connection to the process, which is started if need be, and a number that is another one for each process that was greeted,
+    /// and never 0.
     ///
     /// # Errors
     /// `engine-missing` without the program; why it does not answer.
-    pub async fn ready(&self) -> Result<u64, ApiError> {
-        drop(self.connect().await?);
-        Ok(self.generation.load(Ordering::Acquire))
-    }
-
-    /// A connection to the process, which is started if need be.
-    async fn connect(&self) -> Result<UnixStream, ApiError> {
+    async fn connect(&self) -> Result<(UnixStream, u64), ApiError> {
         let socket = self.dir.join(SOCKET);
         let mut greeted = self.greeted.lock().await;
         if *greeted && let Ok(stream) = UnixStream::connect(&socket).await {
-            return Ok(stream);
+            return Ok((stream, self.generation.load(Ordering::Acquire)));
         }
         *greeted = false;
         if UnixStream::connect(&socket).await.is_err() {
@@ -83,8 +78,9 @@ impl Gateway {
         }
         self.greet().await?;
         *greeted = true;
-        self.generation.fetch_add(1, Ordering::AcqRel);
-        UnixStream::connect(&socket).await.map_err(|e| absent(&e.to_string()))
+        let generation = self.generation.fetch_add(1, Ordering::AcqRel) + 1;
+        let stream = UnixStream::connect(&socket).await.map_err(|e| absent(&e.to_string()))?;
+        Ok((stream, generation))
     }
 
     /// The first words with a process: versions, and the key to its vault.
@@ -105,7 +101,7 @@ impl Gateway {
     /// # Errors
     /// `engine-missing` without the program; its own refusal.
     pub async fn admin(&self, question: AdminAsk) -> Result<AdminAnswer, ApiError> {
-        let mut stream = self.connect().await?;
+        let (mut stream, _) = self.connect().await?;
         ask(&mut stream, question).await
     }
 
@@ -114,7 +110,7 @@ impl Gateway {
     /// # Errors
     /// As [`Self::admin`].
     pub async fn lines(&self, question: AdminAsk) -> Result<Vec<String>, ApiError> {
-        let mut stream = self.connect().await?;
+        let (mut stream, _) = self.connect().await?;
         let mut answer = ask(&mut stream, question).await?;
         let mut all = Vec::new();
         loop {
@@ -129,16 +125,6 @@ impl Gateway {
             }
             answer = next_answer(&mut stream).await?;
         }
-    }
-
-    /// A stream for a guest, stamped.
-    ///
-    /// # Errors
-    /// As [`Self::admin`].
-    pub async fn stream(&self, stamp: &Stamp) -> Result<UnixStream, ApiError> {
-        let mut stream = self.connect().await?;
-        write(&mut stream, &GatewayAsk::Stream(Box::new(stamp.clone()))).await.map_err(|e| absent(&e.to_string()))?;
-        Ok(stream)
     }
 
     /// Ends the process, when ksd ends in good order and leaves no VM behind. Calls under way get the time that it gives them.
@@ -183,6 +169,11 @@ impl Gateway {
             other => Err(unexpected(&other)),
         }
     }
+}
+
+/// Says whose stream this connection is: what follows is the guest's.
+async fn stamp(stream: &mut UnixStream, stamp: &Stamp) -> Result<(), ApiError> {
+    write(stream, &GatewayAsk::Stream(Box::new(stamp.clone()))).await.map_err(|e| absent(&e.to_string()))
 }
 
 async fn ask(stream: &mut UnixStream, question: AdminAsk) -> Result<AdminAnswer, ApiError> {

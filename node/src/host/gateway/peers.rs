@@ -11,13 +11,11 @@ use ks_net::Proto;
 use ks_proto::SessionId;
 use ks_proto::copies::{CopyAnswer, CopyAsk, PEERS_SOCKET, PeersAnswer, PeersAsk};
 use ks_proto::gateway::{AdminAnswer, AdminAsk};
-use ks_proto::relay::{decode_message, encode_message, message_length};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Semaphore;
 
@@ -71,17 +69,13 @@ fn bind(path: &Path) -> io::Result<UnixListener> {
 
 async fn connection(node: &Weak<Node>, mut stream: UnixStream) -> io::Result<()> {
     loop {
-        let mut length = [0; 4];
-        stream.read_exact(&mut length).await?;
-        let mut json = vec![0; message_length(length).map_err(io::Error::other)?];
-        stream.read_exact(&mut json).await?;
-        let ask = decode_message::<PeersAsk>(&json).map_err(io::Error::other)?;
+        let ask = super::read(&mut stream).await?;
         let Some(node) = node.upgrade() else { return Ok(()) };
         let answer = match ask {
             PeersAsk::Set { session } => set(&node, session),
             PeersAsk::Copy { to, session, epoch, copy } => pass_on(&node.fleet, to, Ask::Journal { session, epoch, copy }).await,
         };
-        stream.write_all(&encode_message(&answer).map_err(io::Error::other)?).await?;
+        super::write(&mut stream, &answer).await?;
     }
 }
 
