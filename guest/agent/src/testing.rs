@@ -41,8 +41,14 @@ impl Drop for Client {
 }
 
 impl Client {
-    /// Speaks over `io`.
+    /// Speaks over `io`; a stream that the guest opens is reset.
     pub fn over(io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) -> Self {
+        Self::with_inbound(io).0
+    }
+
+    /// Speaks over `io`, and gives the streams that the guest opens.
+    pub fn with_inbound(io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) -> (Self, mpsc::Receiver<yamux::Stream>) {
+        let (tx, inbound) = mpsc::channel(16);
         let (opens, mut wanted) = mpsc::channel::<oneshot::Sender<yamux::Stream>>(1);
         let driver = tokio::spawn(async move {
             let mut connection = yamux::Connection::new(io, yamux::Config::default(), yamux::Mode::Client);
@@ -62,7 +68,7 @@ impl Client {
                         continue;
                     }
                     match connection.poll_next_inbound(cx) {
-                        Poll::Ready(Some(Ok(_))) => {}
+                        Poll::Ready(Some(Ok(stream))) => drop(tx.try_send(stream)),
                         Poll::Ready(_) => return Poll::Ready(()),
                         Poll::Pending => return Poll::Pending,
                     }
@@ -70,7 +76,7 @@ impl Client {
             })
             .await;
         });
-        Self { opens, driver }
+        (Self { opens, driver }, inbound)
     }
 
     /// Opens a stream with a request.

@@ -1,6 +1,6 @@
 //! The relay inside the agent: nothing leaves on a new connection before its hook, and each hook begins a timeline.
 
-use std::{future::poll_fn, sync::Arc, task::Poll};
+use std::sync::Arc;
 
 use ks_proto::{
     guest::{GuestAnswer, GuestRequest, HookKind},
@@ -8,84 +8,41 @@ use ks_proto::{
 };
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream},
-    sync::{mpsc, oneshot},
+    sync::mpsc,
 };
 use tokio_util::compat::{FuturesAsyncReadCompatExt as _, TokioAsyncReadCompatExt as _};
 
 use crate::{
     agent::Agent,
     channel::serve_connection,
-    testing::{agent, within},
+    testing::{Client, agent, within},
 };
 
 type Stream = tokio_util::compat::Compat<yamux::Stream>;
 
-/// The node's end of one connection: opens streams, and gives those that the guest opened.
+/// The node's end of one connection, and the streams that the guest opened.
 struct Node {
-    opens: mpsc::Sender<oneshot::Sender<Stream>>,
-    inbound: mpsc::Receiver<Stream>,
-    driver: tokio::task::JoinHandle<()>,
-}
-
-impl Drop for Node {
-    fn drop(&mut self) {
-        self.driver.abort();
-    }
+    client: Client,
+    inbound: mpsc::Receiver<yamux::Stream>,
 }
 
 fn connect(agent: &Arc<Agent>) -> Node {
     let (ours, theirs) = tokio::io::duplex(64 * 1024);
     let agent = agent.clone();
     tokio::spawn(async move { serve_connection(agent, theirs.compat()).await });
-    let (opens, mut wanted) = mpsc::channel::<oneshot::Sender<Stream>>(1);
-    let (tx, inbound) = mpsc::channel(16);
-    let driver = tokio::spawn(async move {
-        let mut connection = yamux::Connection::new(ours.compat(), yamux::Config::default(), yamux::Mode::Client);
-        let mut waiting: Option<oneshot::Sender<Stream>> = None;
-        poll_fn(move |cx| {
-            loop {
-                if waiting.is_none()
-                    && let Poll::Ready(Some(next)) = wanted.poll_recv(cx)
-                {
-                    waiting = Some(next);
-                }
-                if waiting.is_some()
-                    && let Poll::Ready(Ok(stream)) = connection.poll_new_outbound(cx)
-                {
-                    let _ = waiting.take().map(|to| to.send(stream.compat()));
-                    continue;
-                }
-                match connection.poll_next_inbound(cx) {
-                    Poll::Ready(Some(Ok(stream))) => drop(tx.try_send(stream.compat())),
-                    Poll::Ready(_) => return Poll::Ready(()),
-                    Poll::Pending => return Poll::Pending,
-                }
-            }
-        })
-        .await;
-    });
-    Node { opens, inbound, driver }
+    let (client, inbound) = Client::with_inbound(ours.compat());
+    Node { client, inbound }
 }
 
 impl Node {
-    async fn order(&self, request: GuestRequest) -> GuestAnswer {
-        let (tx, rx) = oneshot::channel();
-        self.opens.send(tx).await.unwrap();
-        let mut stream = within("a stream", rx).await.unwrap();
-        let json = serde_json::to_vec(&request).unwrap();
-        stream.write_u32_le(json.len() as u32).await.unwrap();
-        stream.write_all(&json).await.unwrap();
-        stream.flush().await.unwrap();
-        serde_json::from_slice(&message(&mut stream).await).unwrap()
-    }
     async fn hook(&self, kind: HookKind) {
         let (entropy_hex, id) = ("ab".repeat(64), "0123456789abcdef0123456789abcdef".to_owned());
         let hook = GuestRequest::Hook { kind, wall_unix_ns: 0, entropy_hex, hostname: "h".into(), machine_id_hex: id };
-        assert!(matches!(self.order(hook).await, GuestAnswer::Ok {}));
+        assert!(matches!(self.client.ask(&hook).await, GuestAnswer::Ok {}));
     }
     /// The next stream of the guest and its ask.
     async fn ask(&mut self) -> (Stream, RelayAsk) {
-        let mut stream = within("a stream of the guest", self.inbound.recv()).await.unwrap();
+        let mut stream = within("a stream of the guest", self.inbound.recv()).await.unwrap().compat();
         let ask = RelayAsk::decode(&message(&mut stream).await).unwrap();
         (stream, ask)
     }
@@ -126,7 +83,7 @@ async fn nothing_leaves_before_the_hook_and_a_restored_call_is_rejoined_after_it
     // As after a restore: the connection is another, and the call waits.
     drop(first);
     let mut second = connect(&agent);
-    assert!(matches!(second.order(GuestRequest::Hello { protocol: 1 }).await, GuestAnswer::Hello { .. }));
+    assert!(matches!(second.client.ask(&GuestRequest::Hello { protocol: 1 }).await, GuestAnswer::Hello { .. }));
     assert!(second.has_none(), "no stream before the hook");
     second.hook(HookKind::Resume).await;
     let (mut stream, ask) = second.ask().await;
@@ -142,7 +99,7 @@ async fn nothing_leaves_before_the_hook_and_a_restored_call_is_rejoined_after_it
     // As after a restart of the node: the machine is the same, and so is the timeline.
     drop(second);
     let mut third = connect(&agent);
-    assert!(matches!(third.order(GuestRequest::RelayGo {}).await, GuestAnswer::Ok {}));
+    assert!(matches!(third.client.ask(&GuestRequest::RelayGo {}).await, GuestAnswer::Ok {}));
     let _waiting = client(&agent).await;
     let (_stream, ask) = third.ask().await;
     let RelayAsk::Call(next) = ask else { panic!("{ask:?}") };

@@ -11,29 +11,15 @@ use tokio::{
     net::TcpListener,
 };
 
-use crate::{Dial, Inner, server::is_passing, wire};
+use crate::{Dial, Inner, server::accept, wire};
 
 /// Bytes of a proxy request's head.
 const HEAD_BYTES_MAX: usize = 64 * 1024;
 const SOCKS: u8 = 5;
 
 pub(crate) async fn serve<D: Dial>(inner: Arc<Inner<D>>, listener: TcpListener) -> io::Error {
-    loop {
-        let Ok(permit) = inner.connections.clone().acquire_owned().await else { return io::Error::other("closed") };
-        match listener.accept().await {
-            Ok((socket, _)) => {
-                let _ = socket.set_nodelay(true);
-                let inner = inner.clone();
-                tokio::spawn(async move {
-                    // An error is this client's affair: it has been told, or it is gone.
-                    let _ = connection(&inner, socket).await;
-                    drop(permit);
-                });
-            }
-            Err(e) if is_passing(&e) => tokio::time::sleep(crate::PAUSES.0).await,
-            Err(e) => return e,
-        }
-    }
+    // An error is that client's affair: it has been told, or it is gone.
+    accept(inner, listener, |inner, client| async move { drop(connection(&inner, client).await) }).await
 }
 
 /// Serves one client.

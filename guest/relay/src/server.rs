@@ -12,7 +12,7 @@ use hyper_util::rt::TokioIo;
 use ks_proto::relay::{self, HEADERS_MAX, PATH_BYTES_MAX};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
-    net::TcpListener,
+    net::{TcpListener, TcpStream},
     sync::{oneshot, watch},
 };
 
@@ -27,15 +27,28 @@ use crate::{
 const HEAD_BYTES_MAX: usize = relay::HEADER_BYTES_MAX + PATH_BYTES_MAX + 16 * 1024;
 
 pub(crate) async fn serve<D: Dial>(inner: Arc<Inner<D>>, listener: TcpListener) -> io::Error {
+    accept(inner, listener, connection).await
+}
+
+/// Gives each client of a listener a task of its own, until the listener fails.
+pub(crate) async fn accept<D, F>(
+    inner: Arc<Inner<D>>,
+    listener: TcpListener,
+    serve: fn(Arc<Inner<D>>, TcpStream) -> F,
+) -> io::Error
+where
+    D: Dial,
+    F: Future<Output = ()> + Send + 'static,
+{
     loop {
         // Beyond the limit clients wait in the backlog, as they would at any busy server.
         let Ok(permit) = inner.connections.clone().acquire_owned().await else { return io::Error::other("closed") };
         match listener.accept().await {
             Ok((socket, _)) => {
                 let _ = socket.set_nodelay(true);
-                let inner = inner.clone();
+                let served = serve(inner.clone(), socket);
                 tokio::spawn(async move {
-                    connection(inner, socket).await;
+                    served.await;
                     drop(permit);
                 });
             }
@@ -46,7 +59,7 @@ pub(crate) async fn serve<D: Dial>(inner: Arc<Inner<D>>, listener: TcpListener) 
 }
 
 /// One connection's fault, or too few descriptors for a moment.
-pub(crate) fn is_passing(e: &io::Error) -> bool {
+fn is_passing(e: &io::Error) -> bool {
     const EMFILE: i32 = 24;
     const ENFILE: i32 = 23;
     matches!(e.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset | io::ErrorKind::Interrupted)
