@@ -1,6 +1,6 @@
 //! `ks key` and `ks provider`: what sessions call models with. A key is never an argument and never printed.
 
-use super::login::typed;
+use super::login::{Hidden, hidden};
 use super::now_ms;
 use crate::args;
 use crate::failure::{Failure, Res};
@@ -10,10 +10,6 @@ use crate::output::Ctx;
 use crate::table::{Align, Table, clean};
 use ks_proto::gateway::{KeyInfo, Provider, Secret};
 use serde_json::{Value, json};
-use std::io::{IsTerminal, Read};
-
-/// Longest key that is read.
-const KEY_MAX: u64 = 4096;
 
 /// Does what `ks key ...` asks.
 pub async fn key(ctx: &Ctx, verb: args::Key) -> Res<u8> {
@@ -59,25 +55,10 @@ pub async fn key(ctx: &Ctx, verb: args::Key) -> Res<u8> {
     Ok(0)
 }
 
-/// From a pipe, or asked for without showing it.
 async fn secret(ctx: &Ctx, provider: &str) -> Res<Secret> {
-    let text = if std::io::stdin().is_terminal() {
-        if !ctx.may_ask {
-            let next = format!("pipe it in: `ks key add {provider} < FILE`");
-            return Err(Failure::usage("no key", "--no-input and --json never ask", next));
-        }
-        typed(&format!("key for {provider}")).await?
-    } else {
-        let mut text = String::new();
-        let read = std::io::stdin().lock().take(KEY_MAX).read_to_string(&mut text);
-        read.map_err(|e| Failure::local("cannot read the key from standard input", e, "pipe it in, or run it in a terminal"))?;
-        text
-    };
-    let key = text.trim();
-    if key.is_empty() || !key.bytes().all(|b| b.is_ascii_graphic()) {
-        return Err(Failure::usage("this is no key", "it is empty or has odd characters", "copy it from the provider's console"));
-    }
-    Ok(Secret(key.to_owned()))
+    let (prompt, pipe) = (format!("key for {provider}"), format!("pipe it in: `ks key add {provider} < FILE`"));
+    let wanted = Hidden { noun: "key", prompt: &prompt, pipe: &pipe, source: "copy it from the provider's console" };
+    hidden(ctx, wanted).await.map(Secret)
 }
 
 /// Does what `ks provider ...` asks.

@@ -15,7 +15,7 @@ use std::io::{IsTerminal, Read};
 use std::time::Duration;
 
 /// Longest bearer token that is read.
-const TOKEN_MAX: u64 = 4096;
+const HIDDEN_MAX: u64 = 4096;
 
 /// Notes a fleet as a context, after a call that proves fingerprint and token.
 pub async fn login(ctx: &Ctx, a: args::Login) -> Res<u8> {
@@ -88,7 +88,7 @@ async fn presented(host: &str) -> Option<Fingerprint> {
 }
 
 /// One line from the terminal, not shown. Ctrl-C ends the wait and shows again what is typed.
-pub async fn typed(what: &str) -> Res<String> {
+async fn typed(what: &str) -> Res<String> {
     let quiet = terminal::NoEcho::enter()?;
     eprint!("{what} (not shown): ");
     let read = tokio::task::spawn_blocking(|| {
@@ -101,24 +101,43 @@ pub async fn typed(what: &str) -> Res<String> {
     line.map_err(|e| Failure::local("cannot read the token", e, "pipe it in: `ks login ... < FILE`"))
 }
 
+/// A word that is not shown, and how to ask for it.
+pub struct Hidden<'a> {
+    /// `key`, `token`.
+    pub noun: &'a str,
+    /// What a person is asked for.
+    pub prompt: &'a str,
+    /// How to give it without being asked.
+    pub pipe: &'a str,
+    /// Where to get a right one.
+    pub source: &'a str,
+}
+
 /// From a pipe, or asked for without showing it.
-async fn token(ctx: &Ctx) -> Res<String> {
+pub async fn hidden(ctx: &Ctx, wanted: Hidden<'_>) -> Res<String> {
+    let noun = wanted.noun;
     let text = if std::io::stdin().is_terminal() {
         if !ctx.may_ask {
-            return Err(Failure::usage("no token", "--no-input and --json never ask", "pipe it in: `ks login ... < FILE`"));
+            return Err(Failure::usage(format!("no {noun}"), "--no-input and --json never ask", wanted.pipe));
         }
-        typed("token").await?
+        typed(wanted.prompt).await?
     } else {
         let mut text = String::new();
-        let read = std::io::stdin().lock().take(TOKEN_MAX).read_to_string(&mut text);
-        read.map_err(|e| Failure::local("cannot read the token from standard input", e, "pipe it in, or run it in a terminal"))?;
+        let read = std::io::stdin().lock().take(HIDDEN_MAX).read_to_string(&mut text);
+        let what = format!("cannot read the {noun} from standard input");
+        read.map_err(|e| Failure::local(what, e, "pipe it in, or run it in a terminal"))?;
         text
     };
-    let token = text.trim();
-    if token.is_empty() || !token.bytes().all(|b| b.is_ascii_graphic()) {
-        return Err(Failure::usage("this is no token", "it is empty or has odd characters", "`ks user add NAME` makes one"));
+    let word = text.trim();
+    if word.is_empty() || !word.bytes().all(|b| b.is_ascii_graphic()) {
+        return Err(Failure::usage(format!("this is no {noun}"), "it is empty or has odd characters", wanted.source));
     }
-    Ok(token.to_owned())
+    Ok(word.to_owned())
+}
+
+async fn token(ctx: &Ctx) -> Res<String> {
+    let pipe = "pipe it in: `ks login ... < FILE`";
+    hidden(ctx, Hidden { noun: "token", prompt: "token", pipe, source: "`ks user add NAME` makes one" }).await
 }
 
 /// Does what `ks context ...` asks.
