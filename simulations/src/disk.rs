@@ -10,11 +10,14 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+/// What is on a disk.
 #[derive(Clone, Default)]
-struct Platter {
+pub struct Platter {
     log: BTreeMap<u64, Vec<u8>>,
-    notes: BTreeMap<&'static str, Vec<u8>>,
-    snapshot: Option<StoredSnapshot>,
+    /// By name.
+    pub notes: BTreeMap<&'static str, Vec<u8>>,
+    /// The last that was written.
+    pub snapshot: Option<StoredSnapshot>,
 }
 
 #[derive(Clone)]
@@ -45,20 +48,38 @@ fn closed() -> io::Error {
 }
 
 impl Platter {
+    /// Carries a write out.
+    pub fn write(&mut self, batch: LogBatch) {
+        if let Some(from) = batch.cut_from {
+            drop(self.log.split_off(&from));
+        }
+        if let Some(to) = batch.purge_to {
+            self.log = self.log.split_off(&(to + 1));
+        }
+        self.log.extend(batch.put);
+        self.notes.extend(batch.notes);
+    }
     fn apply(&mut self, write: Write) {
         match write {
             Write::Snapshot(s) => self.snapshot = Some(s),
-            Write::Batch(b) => {
-                if let Some(from) = b.cut_from {
-                    drop(self.log.split_off(&from));
-                }
-                if let Some(to) = b.purge_to {
-                    self.log = self.log.split_off(&(to + 1));
-                }
-                self.log.extend(b.put);
-                self.notes.extend(b.notes);
-            }
+            Write::Batch(b) => self.write(b),
         }
+    }
+    /// Entries of a range, at least one and else no more than so many bytes.
+    pub fn entries(&self, start: u64, end: u64, bytes_max: usize) -> Vec<(u64, Vec<u8>)> {
+        let (mut bytes, mut out) = (0, Vec::new());
+        for (i, b) in self.log.range(start..end.max(start)) {
+            bytes += b.len();
+            if bytes > bytes_max && !out.is_empty() {
+                break;
+            }
+            out.push((*i, b.clone()));
+        }
+        out
+    }
+    /// The last entry.
+    pub fn last(&self) -> Option<(u64, Vec<u8>)> {
+        self.log.last_key_value().map(|(i, b)| (*i, b.clone()))
     }
 }
 
@@ -125,21 +146,10 @@ impl Disk for SimDisk {
         self.write_one(Write::Batch(batch))
     }
     fn entries(&self, start: u64, end: u64, bytes_max: usize) -> io::Result<Vec<(u64, Vec<u8>)>> {
-        self.read(|p| {
-            let mut bytes = 0;
-            let mut out = Vec::new();
-            for (i, b) in p.log.range(start..end.max(start)) {
-                bytes += b.len();
-                if bytes > bytes_max && !out.is_empty() {
-                    break;
-                }
-                out.push((*i, b.clone()));
-            }
-            out
-        })
+        self.read(|p| p.entries(start, end, bytes_max))
     }
     fn last(&self) -> io::Result<Option<(u64, Vec<u8>)>> {
-        self.read(|p| p.log.last_key_value().map(|(i, b)| (*i, b.clone())))
+        self.read(Platter::last)
     }
     fn note(&self, key: &'static str) -> io::Result<Option<Vec<u8>>> {
         self.read(|p| p.notes.get(key).cloned())

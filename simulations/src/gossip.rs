@@ -25,10 +25,12 @@ struct Ear {
     heard: mpsc::Receiver<(u64, Vec<u8>)>,
 }
 
-fn address(node: u64) -> SocketAddr {
+/// The address by which chitchat knows a node; nothing listens there.
+pub fn address(node: u64) -> SocketAddr {
     SocketAddr::from(([10, 0, u8::try_from(node / 256).unwrap_or(0), u8::try_from(node % 256).unwrap_or(0)], 1))
 }
-fn number(at: SocketAddr) -> u64 {
+/// The node at an address of [`address`].
+pub fn number(at: SocketAddr) -> u64 {
     match at {
         SocketAddr::V4(v4) => u64::from(v4.ip().octets()[2]) * 256 + u64::from(v4.ip().octets()[3]),
         SocketAddr::V6(_) => 0,

@@ -1,6 +1,7 @@
 //! The wire and the disks of the scale measurement: everything in memory, every byte counted.
 
 use super::node::Letter;
+use crate::disk::Platter;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use ks_raft::host::{Consensus, Disk, LogBatch, StoredSnapshot, Wire, WireError};
@@ -95,13 +96,6 @@ impl Wire for Plug {
     }
 }
 
-#[derive(Default)]
-struct Platter {
-    log: BTreeMap<u64, Vec<u8>>,
-    notes: BTreeMap<&'static str, Vec<u8>>,
-    snapshot: Option<StoredSnapshot>,
-}
-
 /// A learner's disk in memory; the voters have redb.
 #[derive(Default)]
 pub struct MemDisk(Mutex<Platter>);
@@ -114,30 +108,14 @@ impl MemDisk {
 
 impl Disk for MemDisk {
     fn write(&self, batch: LogBatch) -> BoxFuture<'static, io::Result<()>> {
-        let mut p = self.platter();
-        if let Some(from) = batch.cut_from {
-            drop(p.log.split_off(&from));
-        }
-        if let Some(to) = batch.purge_to {
-            p.log = p.log.split_off(&(to + 1));
-        }
-        p.log.extend(batch.put);
-        p.notes.extend(batch.notes);
+        self.platter().write(batch);
         futures::future::ready(Ok(())).boxed()
     }
     fn entries(&self, start: u64, end: u64, bytes_max: usize) -> io::Result<Vec<(u64, Vec<u8>)>> {
-        let (mut bytes, mut out) = (0, Vec::new());
-        for (i, b) in self.platter().log.range(start..end.max(start)) {
-            bytes += b.len();
-            if bytes > bytes_max && !out.is_empty() {
-                break;
-            }
-            out.push((*i, b.clone()));
-        }
-        Ok(out)
+        Ok(self.platter().entries(start, end, bytes_max))
     }
     fn last(&self) -> io::Result<Option<(u64, Vec<u8>)>> {
-        Ok(self.platter().log.last_key_value().map(|(i, b)| (*i, b.clone())))
+        Ok(self.platter().last())
     }
     fn note(&self, key: &'static str) -> io::Result<Option<Vec<u8>>> {
         Ok(self.platter().notes.get(key).cloned())

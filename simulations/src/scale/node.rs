@@ -1,6 +1,7 @@
 //! Nodes of the scale measurement: a holder and gossip on each, granter and placer on the leader.
 
 use super::hub::Hub;
+use crate::gossip::{address, number};
 use chitchat::transport::{Socket, Transport};
 use chitchat::{
     ChitchatConfig, ChitchatHandle, ChitchatId, ChitchatMessage, Deserializable, FailureDetectorConfig, Serializable,
@@ -308,16 +309,6 @@ struct Ear {
     me: u64,
     hub: Arc<Hub>,
     heard: mpsc::Receiver<(u64, Vec<u8>)>,
-}
-
-fn address(node: u64) -> SocketAddr {
-    SocketAddr::from(([10, 1, u8::try_from(node / 256).unwrap_or(0), u8::try_from(node % 256).unwrap_or(0)], 1))
-}
-fn number(at: SocketAddr) -> u64 {
-    match at {
-        SocketAddr::V4(v4) => u64::from(v4.ip().octets()[2]) * 256 + u64::from(v4.ip().octets()[3]),
-        SocketAddr::V6(_) => 0,
-    }
 }
 
 #[async_trait::async_trait]
