@@ -15,18 +15,27 @@ use std::time::{Duration, Instant};
 const CHUNK: usize = 4 * 1024 * 1024;
 const PAGE: usize = 4096;
 
-/// Opens the guest's memory file of the VMM process `pid`: the largest memfd that it holds.
+/// Opens the guest's memory file: the largest memfd that the VMM process `pid` or a process below it holds. The process that
+/// the node knows is the keeper; the memory is held by the jailed one below it.
 pub fn open(pid: u64) -> Result<File> {
-    let mut best: Option<(u64, File)> = None;
-    for e in std::fs::read_dir(format!("/proc/{pid}/fd")).context("reading the VMM's descriptors (root is needed)")?.flatten() {
-        let is_memfd = std::fs::read_link(e.path()).is_ok_and(|l| l.to_string_lossy().starts_with("/memfd:"));
-        if !is_memfd {
-            continue;
+    let (mut best, mut todo): (Option<(u64, File)>, _) = (None, vec![pid]);
+    while let Some(pid) = todo.pop() {
+        // Each thread has children of its own.
+        for task in std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten() {
+            let children = std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
+            todo.extend(children.split_whitespace().filter_map(|c| c.parse::<u64>().ok()));
         }
-        let f = File::open(e.path()).context("opening guest memory")?;
-        let len = f.metadata().context("guest memory's size")?.len();
-        if best.as_ref().is_none_or(|(l, _)| len > *l) {
-            best = Some((len, f));
+        for e in std::fs::read_dir(format!("/proc/{pid}/fd")).context("reading the VMM's descriptors (root is needed)")?.flatten()
+        {
+            let is_memfd = std::fs::read_link(e.path()).is_ok_and(|l| l.to_string_lossy().starts_with("/memfd:"));
+            if !is_memfd {
+                continue;
+            }
+            let f = File::open(e.path()).context("opening guest memory")?;
+            let len = f.metadata().context("guest memory's size")?.len();
+            if best.as_ref().is_none_or(|(l, _)| len > *l) {
+                best = Some((len, f));
+            }
         }
     }
     let (len, file) = best.context("the VMM holds no memory file")?;

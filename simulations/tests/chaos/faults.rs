@@ -77,8 +77,10 @@ fn descendants(mut todo: Vec<i64>) -> Vec<i64> {
     let mut all = Vec::new();
     while let Some(p) = todo.pop() {
         all.push(p);
-        let kids = std::fs::read_to_string(format!("/proc/{p}/task/{p}/children")).unwrap_or_default();
-        todo.extend(kids.split_whitespace().filter_map(|k| k.parse::<i64>().ok()));
+        for task in std::fs::read_dir(format!("/proc/{p}/task")).into_iter().flatten().flatten() {
+            let kids = std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
+            todo.extend(kids.split_whitespace().filter_map(|k| k.parse::<i64>().ok()));
+        }
     }
     all
 }

@@ -5,3 +5,4 @@ mod gateway;
 mod harness;
 mod people;
 mod promises;
+mod terminal;

@@ -81,3 +81,26 @@ fn wrong_input_gets_an_answer_that_helps() {
     assert!(!o.status.success() && String::from_utf8_lossy(&o.stderr).contains("c99"), "{}", show(&o));
     n.remove("dup");
 }
+
+/// Figures are for benchmarks, not for tests; that each of them still runs to its last line is for this one.
+#[test]
+fn every_benchmark_of_one_node_runs_to_its_last_line() {
+    let Some(n) = node() else { return };
+    for (args, fields) in [
+        (&["soak", "--checkpoints", "2", "--memory", "512"][..], &["/dedup_ratio", "/baseline/memory_4mib_sha256_bytes"][..]),
+        (&["checkpoint", "--samples", "2", "--dirty", "16", "--memory", "512"], &["/pause_p95_s", "/baseline/full_copy_p95_s"]),
+        (
+            &["resume", "--samples", "1", "--used", "32", "--memory", "512"],
+            &["/warm/ready_p95_s", "/cold/exec_p95_s", "/baseline/reassembly_p95_s"],
+        ),
+        (&["start", "--samples", "1", "--fork-rounds", "1", "--memory", "512"], &["/ready_p95_s", "/fork8_exec_s"]),
+    ] {
+        let mut all = vec!["bench"];
+        all.extend(args);
+        let out = n.ok(&all);
+        let v: serde_json::Value = serde_json::from_str(out.lines().last().unwrap_or_default()).expect("JSON on the last line");
+        for f in fields {
+            assert!(v.pointer(f).and_then(serde_json::Value::as_f64).is_some_and(|x| x > 0.0), "{f} of {args:?}: {v:#}");
+        }
+    }
+}
