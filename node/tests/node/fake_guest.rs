@@ -3,7 +3,7 @@
 use futures::future::poll_fn;
 use ks_node::host::guest::{read_exec_frame, read_message, write_message};
 use ks_proto::guest::{Check, ExecFrame, FileEntry, GuestAnswer, GuestRequest, HookKind, PROTOCOL};
-use ks_proto::relay::{RelayAnswer, RelayAsk};
+use ks_proto::relay::{BodyFrame, Call, CallId, FRAME_HEADER_BYTES, RelayAnswer, RelayAsk};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -25,18 +25,110 @@ pub struct Memory {
     pub hooks: Vec<String>,
     pub frozen: bool,
     pub main: Vec<String>,
+    pub timeline: Timeline,
+}
+
+/// What the relay keeps in the guest's memory.
+#[derive(Debug, Default, Clone, Serialize, Deserialize)]
+pub struct Timeline {
+    nonce: String,
+    prior: Option<String>,
+    position: u64,
+    highest: u64,
+    calls: u64,
+}
+
+impl Timeline {
+    fn restored(&mut self, nonce: &str) {
+        let before = std::mem::replace(&mut self.nonce, nonce.to_owned());
+        self.prior = Some(before).filter(|b| !b.is_empty());
+        (self.position, self.calls) = (self.highest, 0);
+    }
+}
+
+/// What came of a model call.
+#[derive(Debug, Default, Clone, Serialize, Deserialize)]
+pub struct Called {
+    pub seq: Option<u64>,
+    pub status: u16,
+    /// Code and words of a refusal.
+    pub refused: Option<(String, String)>,
+    pub body: String,
+    /// How it ended when it did not end well.
+    pub cut: Option<String>,
 }
 
 type Opens = mpsc::Sender<oneshot::Sender<yamux::Stream>>;
 
 /// Asks for egress to `host` over a stream of the guest's own; the answer as JSON.
 async fn relay(opens: &Opens, host: &str) -> std::io::Result<Vec<u8>> {
-    let (tx, rx) = oneshot::channel();
-    opens.send(tx).await.map_err(std::io::Error::other)?;
-    let mut stream = rx.await.map_err(std::io::Error::other)?.compat();
+    let mut stream = open(opens).await?;
     write_message(&mut stream, &RelayAsk::Egress { host: host.into(), port: 443 }).await?;
     let answer: RelayAnswer = read_message(&mut stream).await?;
     Ok(serde_json::to_vec(&answer)?)
+}
+
+async fn open(opens: &Opens) -> std::io::Result<impl AsyncRead + AsyncWrite + Unpin> {
+    let (tx, rx) = oneshot::channel();
+    opens.send(tx).await.map_err(std::io::Error::other)?;
+    Ok(rx.await.map_err(std::io::Error::other)?.compat())
+}
+
+/// Calls a model over a stream of the guest's own, as its relay would, and reads the answer to its end.
+async fn call(opens: &Opens, memory: &Mutex<Memory>, path: &str, body: &str) -> std::io::Result<Called> {
+    let mut stream = open(opens).await?;
+    let ask = {
+        let t = &mut memory.lock().unwrap().timeline;
+        t.calls += 1;
+        Call {
+            call: CallId { nonce_hex: t.nonce.clone(), counter: t.calls },
+            position: t.position,
+            prior: t.prior.clone(),
+            provider: "test".into(),
+            method: "POST".into(),
+            path: path.into(),
+            headers: vec![("content-type".into(), "application/json".into())],
+            body_bytes: body.len() as u64,
+            body_hash: blake3::hash(body.as_bytes()).to_hex().to_string(),
+        }
+    };
+    write_message(&mut stream, &RelayAsk::Call(ask)).await?;
+    stream.write_all(&BodyFrame::Data(body.as_bytes().to_vec()).encode()).await?;
+    stream.write_all(&BodyFrame::End.encode()).await?;
+    let mut called = Called::default();
+    while called.status == 0 {
+        match read_message(&mut stream).await? {
+            RelayAnswer::Accepted { seq } => {
+                called.seq = Some(seq);
+                let t = &mut memory.lock().unwrap().timeline;
+                t.highest = t.highest.max(seq);
+            }
+            RelayAnswer::Head { status, .. } => called.status = status,
+            RelayAnswer::Refused { status, code, message } => {
+                (called.status, called.refused) = (status, Some((code, message)));
+                return Ok(called);
+            }
+            other => return Err(std::io::Error::other(format!("{other:?}"))),
+        }
+    }
+    let mut text = Vec::new();
+    loop {
+        let mut header = [0; FRAME_HEADER_BYTES];
+        stream.read_exact(&mut header).await?;
+        let (kind, len) = BodyFrame::header(header).map_err(std::io::Error::other)?;
+        let mut payload = vec![0; len];
+        stream.read_exact(&mut payload).await?;
+        match BodyFrame::from_parts(kind, payload).map_err(std::io::Error::other)? {
+            BodyFrame::Data(d) => text.extend(d),
+            BodyFrame::End => break,
+            other => {
+                called.cut = Some(format!("{other:?}"));
+                break;
+            }
+        }
+    }
+    called.body = String::from_utf8(text).map_err(std::io::Error::other)?;
+    Ok(called)
 }
 
 #[derive(Clone)]
@@ -102,6 +194,9 @@ impl FakeGuest {
                 {
                     let mut m = self.memory.lock().unwrap();
                     m.hooks.push(format!("{kind:?}"));
+                    if kind != HookKind::AfterPause {
+                        m.timeline.restored(&entropy_hex[..32]);
+                    }
                     if kind == HookKind::Fork {
                         (m.hostname, m.machine_id) = (hostname, machine_id_hex);
                     }
@@ -117,9 +212,12 @@ impl FakeGuest {
                 self.memory.lock().unwrap().main = argv;
                 write_message(&mut s, &ok).await
             }
-            GuestRequest::Exec { argv, .. } if argv[0] == "relay" => {
-                let answer = relay(&opens, &argv[1]).await?;
+            GuestRequest::Exec { argv, .. } if ["relay", "call"].contains(&argv[0].as_str()) => {
                 write_message(&mut s, &ok).await?;
+                let answer = match argv.as_slice() {
+                    [_, path, body] => serde_json::to_vec(&call(&opens, &self.memory, path, body).await?)?,
+                    _ => relay(&opens, &argv[1]).await?,
+                };
                 s.write_all(&ExecFrame::Stdout(answer).encode()).await?;
                 s.write_all(&ExecFrame::Exit { code: 0, signal: 0 }.encode()).await?;
                 s.shutdown().await

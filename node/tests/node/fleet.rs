@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Polls until `f` gives something; events tell the rest when it does not.
-async fn until<T>(what: &str, nodes: &[&TestNode], mut f: impl AsyncFnMut() -> Option<T>) -> T {
+pub async fn until<T>(what: &str, nodes: &[&TestNode], mut f: impl AsyncFnMut() -> Option<T>) -> T {
     let end = Instant::now() + DEADLINE;
     loop {
         if let Some(t) = f().await {
@@ -24,12 +24,12 @@ async fn until<T>(what: &str, nodes: &[&TestNode], mut f: impl AsyncFnMut() -> O
     }
 }
 
-async fn info(n: &TestNode) -> Option<FleetInfo> {
+pub async fn info(n: &TestNode) -> Option<FleetInfo> {
     n.maybe("fleet").await
 }
 
 /// A fleet: the first has the image, the others joined it.
-async fn fleet(size: usize) -> Vec<TestNode> {
+pub async fn fleet(size: usize) -> Vec<TestNode> {
     let mut nodes = vec![TestNode::start(true)];
     nodes[0].up().await;
     nodes[0].ok("images/build", json!({})).await;
@@ -57,7 +57,7 @@ async fn fleet(size: usize) -> Vec<TestNode> {
 }
 
 /// Waits until the newest checkpoint is durable, and gives it.
-async fn durable(all: &[&TestNode], at: &TestNode, name: &str) -> Checkpoint {
+pub async fn durable(all: &[&TestNode], at: &TestNode, name: &str) -> Checkpoint {
     until("a durable checkpoint", all, async || {
         let list: Vec<Checkpoint> = at.maybe(&format!("sessions/{name}/checkpoints")).await?;
         list.last().filter(|c| c.durability == "durable" && c.holders.len() >= 2).cloned()

@@ -136,7 +136,34 @@ impl TestNode {
         }
     }
 
-    /// SIGKILL to every process of the node at once: VMs, ksd, its supervisor. The folder stays while the value lives.
+    /// From its next start on the gateway is the real one.
+    pub fn real_gateway(&self) {
+        let this = std::env::current_exe().unwrap();
+        let main = "real_gateway::main_when_started_as_the_real_ksgw";
+        let ksgw = format!("#!/bin/sh\nexec {} --exact {main} --nocapture --test-threads=1 -- \"$@\"\n", this.display());
+        script(&self.bin("ksgw"), &ksgw);
+    }
+
+    /// SIGKILL to the gateway's processes, real or not.
+    pub fn kill_gateway(&self) {
+        let folder = self.data().join("gateway").display().to_string();
+        for pid in self.fault_text("gateway-pids").lines().filter_map(|l| l.parse().ok()) {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            if let Some(p) = process::Proc::of(pid).filter(|_| String::from_utf8_lossy(&line).contains(&folder)) {
+                process::kill_group(p);
+                while p.alive() {
+                    std::thread::yield_now();
+                }
+            }
+        }
+    }
+
+    /// What the gateway has logged.
+    pub fn gateway_log(&self) -> String {
+        std::fs::read_to_string(self.data().join("gateway/ksgw.log")).unwrap_or_default()
+    }
+
+    /// SIGKILL to every process of the node at once: VMs, ksd, its supervisor, its gateway. The folder stays while the value lives.
     pub fn kill_everything(mut self) -> Self {
         self.kill_supervised();
         for pid in self.vmms() {
@@ -144,6 +171,7 @@ impl TestNode {
                 process::kill_group(p);
             }
         }
+        self.kill_gateway();
         self
     }
 
@@ -351,5 +379,6 @@ impl Drop for TestNode {
                 process::kill_group(p);
             }
         }
+        self.kill_gateway();
     }
 }

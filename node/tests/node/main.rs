@@ -4,6 +4,8 @@
 #[cfg(test)]
 mod api;
 #[cfg(test)]
+mod calls;
+#[cfg(test)]
 mod fake_gateway;
 #[cfg(test)]
 mod fake_guest;
@@ -17,5 +19,7 @@ mod gateway;
 mod harness;
 #[cfg(test)]
 mod lifecycle;
+#[cfg(test)]
+mod real_gateway;
 #[cfg(test)]
 mod recovery;

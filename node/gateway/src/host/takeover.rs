@@ -171,6 +171,10 @@ impl Takeover<'_> {
             Some(node) => self.fetch(node).await?,
         };
         let ledger = Ledger::read(&self.id().to_hex(), &text).map_err(|e| e.to_string())?;
+        let (got, said) = (ledger.lines.len() as u64, c.lines);
+        if got < said {
+            return Err(format!("a copy that was said to have {said} lines has {got}"));
+        }
         Ok((text, ledger))
     }
 
