@@ -265,7 +265,7 @@ fn engine_for(cx: &Context, setup: EngineSetup) -> Result<Box<dyn Engine>, Fault
             let ask = Ask { memory_bytes: setup.config.memory_bytes, vcpus: setup.config.vcpus, engine: None };
             let begun = cx.qemu.starter.lock().unwrap_or_else(PoisonError::into_inner).ask(&ask, &[])?;
             (cx.qemu.on_jail)(None, &begun.cgroup);
-            ks_vmm_kvm::KvmEngine::with_devices(setup, Devices { kvm: device, ..kvm.devices })
+            ks_vmm_kvm::KvmEngine::with_devices(setup, Devices { kvm: device, ..kvm.devices }, cx.warn.clone())
         }
     }
 }

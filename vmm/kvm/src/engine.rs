@@ -12,7 +12,14 @@ use crate::serial::{Com1, ConsoleLog, LogHandle};
 use crate::state::{DeviceStates, MachineState};
 use crate::sys::ram::Ram;
 use crate::vcpu::{Control, Vcpu};
-use crate::virtio::{Device, Slot, balloon::Balloon, block::Block, console::Console, entropy::Entropy, mmio, worker};
+use crate::virtio::{
+    Device, Slot,
+    balloon::Balloon,
+    block::{Block, Warn},
+    console::Console,
+    entropy::Entropy,
+    mmio, worker,
+};
 use crate::{boot, layout, lock, sys};
 use ks_proto::control::Fault;
 use ks_proto::manifest::{EngineKind, Machine};
@@ -94,11 +101,13 @@ impl KvmEngine {
     /// Builds the machine with this process's own device files.
     #[expect(clippy::new_ret_no_self, reason = "the seam's callers hold engines as trait objects")]
     pub fn new(setup: EngineSetup) -> Result<Box<dyn Engine>, Fault> {
-        Self::with_devices(setup, Devices::default())
+        let warn = Arc::new(|text| tracing::warn!("{text}"));
+        Self::with_devices(setup, Devices::default(), warn)
     }
 
-    /// Builds the machine, booting the kernel or loading `setup.restore`; it stands still until `run`.
-    pub fn with_devices(setup: EngineSetup, devices: Devices) -> Result<Box<dyn Engine>, Fault> {
+    /// Builds the machine, booting the kernel or loading `setup.restore`; it stands still until `run`. `warn` is told what the
+    /// operator should read.
+    pub fn with_devices(setup: EngineSetup, devices: Devices, warn: Warn) -> Result<Box<dyn Engine>, Fault> {
         let Devices { kvm, userfaultfd, pagemap, profile } = devices;
         let host = Host::look(kvm, profile).map_err(|e| {
             let next = "use --engine qemu, or give this process access to /dev/kvm";
@@ -110,7 +119,7 @@ impl KvmEngine {
             return Err(Fault::new("unsupported", "the VM's shape", why, "ask for fewer vCPUs, or use --engine qemu"));
         }
         let saved = setup.restore.as_ref().map(|(machine, bytes)| decode(machine, bytes, vcpus)).transpose()?;
-        let built = build(&host, &setup, (userfaultfd, pagemap), saved.as_ref())?;
+        let built = build(&host, &setup, (userfaultfd, pagemap), saved.as_ref(), warn)?;
         let msr_indices = cpu_state::msr_indices(&host.kvm).map_err(state_fault("MSR list"))?;
         let xsave_bytes = sys::xsave::area_bytes(&built.vm);
         let tsc_khz = built.vcpus[0].get_tsc_khz().unwrap_or(0);
@@ -232,6 +241,7 @@ fn build(
     setup: &EngineSetup,
     (uffd, pagemap): (Option<OwnedFd>, Option<File>),
     saved: Option<&MachineState>,
+    warn: Warn,
 ) -> Result<Built, Fault> {
     let memory = &setup.memory;
     let ram = Ram::map(memory.clone()).map_err(fault("internal", "mapping guest memory"))?;
@@ -252,7 +262,7 @@ fn build(
     let pit = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
     vm.create_pit2(pit).map_err(kvm_fault("KVM_CREATE_PIT2"))?;
     ram.register(&vm).map_err(kvm_fault("KVM_SET_USER_MEMORY_REGION"))?;
-    let bus = Arc::new(bus(&vm, setup, &ram, saved)?);
+    let bus = Arc::new(bus(&vm, setup, &ram, saved, warn)?);
     let vcpus = (0..u64::from(setup.config.vcpus)).map(|i| vm.create_vcpu(i)).collect::<Result<Vec<_>, _>>();
     let vcpus = vcpus.map_err(kvm_fault("KVM_CREATE_VCPU"))?;
     Ok(Built { vm, ram, bus, vcpus })
@@ -264,13 +274,13 @@ fn edge(vm: &VmFd, gsi: u32) -> Result<EventFd, Fault> {
     Ok(event)
 }
 
-fn bus(vm: &VmFd, setup: &EngineSetup, ram: &Arc<Ram>, saved: Option<&MachineState>) -> Result<Bus, Fault> {
+fn bus(vm: &VmFd, setup: &EngineSetup, ram: &Arc<Ram>, saved: Option<&MachineState>, warn: Warn) -> Result<Bus, Fault> {
     let path = setup.run_dir.join("console.log");
     let log = LogHandle::new(ConsoleLog::open(&path).map_err(fault("internal", "console.log"))?);
     let serial = saved.map(|s| &s.devices.serial);
     let com1 = Com1::new(edge(vm, layout::SERIAL_GSI)?, log, serial).map_err(fault("corrupt", "serial console"))?;
     let models: Vec<Box<dyn Device>> = vec![
-        Box::new(Block::new(setup.disk.clone(), setup.lease.clone())),
+        Box::new(Block::new(setup.disk.clone(), setup.lease.clone(), warn)),
         Box::new(Console::new(setup.lease.clone())),
         Box::new(Entropy),
         Box::new(Balloon::new(setup.memory.clone())),

@@ -104,6 +104,11 @@ impl<'a> Io<'a> {
             }
         }
     }
+    /// Undoes the last [`Io::pop`] of this queue: the chain is the next to be taken again, also after a restore.
+    pub fn put_back(&mut self, queue: usize) {
+        let q = &mut self.queues[queue];
+        q.set_next_avail(q.next_avail().wrapping_sub(1));
+    }
     /// Gives a chain back with `written` bytes in it, and interrupts if the driver wants it.
     pub fn used(&mut self, queue: usize, head: u16, written: u32) -> Result<(), DeviceError> {
         let memory = self.ram.memory();
@@ -169,7 +174,7 @@ pub enum Progress {
     More,
     /// Nothing to do until a queue is kicked, the control descriptor or [`Device::watch`] fires.
     Idle,
-    /// Nothing to do now, but try again in so many milliseconds (the lease is closed).
+    /// Nothing to do now, but try again in so many milliseconds (the lease is closed, or the host's disk is full).
     Later(u16),
 }
 
