@@ -98,6 +98,7 @@ pub fn router(app: App) -> Router {
         .nest("/v1", v1)
         .fallback(reply::no_route)
         .layer(axum::middleware::from_fn_with_state(app.clone(), pass_on::to_owner))
+        .layer(axum::middleware::from_fn_with_state(app.clone(), pass_on::fresh))
         .layer(axum::middleware::from_fn_with_state(app.clone(), auth::check))
         .with_state(app)
 }

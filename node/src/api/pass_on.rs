@@ -21,6 +21,20 @@ const REACH: Duration = Duration::from_secs(2);
 /// Between two looks while nothing changed.
 const LOOK_AGAIN: Duration = Duration::from_millis(250);
 
+/// How long a call waits for what the fleet knows already. Without a quorum it goes on with what is known here.
+const FRESH: Duration = Duration::from_secs(1);
+
+/// Whoever did one thing through one node may do the next through another: a call that changes something, or that names a session
+/// of which this node has not heard, waits until this node knows all that was decided before the call.
+pub async fn fresh(State(app): State<App>, request: Request, next: Next) -> Response {
+    let unheard = session_in(request.uri().path()).is_some_and(|name| app.node.state.read().find(&name).is_none());
+    let changes = request.method() != Method::GET;
+    if (changes || unheard) && !app.node.fleet.alone() {
+        drop(tokio::time::timeout(FRESH, app.node.fleet.consensus().catch_up()).await);
+    }
+    next.run(request).await
+}
+
 /// Passes the request on if its session belongs to another node; else it goes to this node's own handlers. A call that only
 /// looks, or opens a terminal or a command, is asked again of the next owner when its node dies before the answer; any other
 /// one may have been carried out, and says so.

@@ -213,6 +213,11 @@ async fn a_drain_is_undone_and_a_removed_node_leaves_by_itself() {
         let e = nodes[0].refused("fleet/nodes/n3/undrain", json!({})).await;
         assert!(e.code == "usage" && e.why.contains("already"), "{e}");
         nodes[0].ok("fleet/nodes/n3/drain", json!({})).await;
+        // Each through another node than the last, with nothing between them.
+        for _ in 0..8 {
+            nodes[1].ok("fleet/nodes/n3/undrain", json!({})).await;
+            nodes[0].ok("fleet/nodes/n3/drain", json!({})).await;
+        }
         let view = nodes[1].ok("fleet/nodes/n3/undrain", json!({})).await;
         assert_eq!((view["state"].as_str(), view["number"].as_u64()), (Some("active"), Some(me)), "{view}");
         let made: Session = serde_json::from_value(nodes[0].ok("sessions", on_n3).await).unwrap();
