@@ -105,6 +105,18 @@ impl Budgets {
         let a = self.accounts.entry(account).or_default();
         a.spent = a.spent + spent;
     }
+    /// A session's journal came from elsewhere: this is what it spent, by user. What was booked of it here before is not counted twice,
+    /// as long as one user paid it all.
+    pub fn rebook(&mut self, session: &str, by_user: &BTreeMap<String, Money>) {
+        let total = by_user.values().fold(Money::ZERO, |sum, m| sum + *m);
+        let a = self.accounts.entry(Account::Session(session.to_owned())).or_default();
+        let before = std::mem::replace(&mut a.spent, total);
+        for (user, spent) in by_user {
+            let a = self.accounts.entry(Account::User(user.clone())).or_default();
+            let known = if by_user.len() == 1 { before } else { Money::ZERO };
+            a.spent = a.spent.saturating_sub(known) + *spent;
+        }
+    }
     /// An account as it stands.
     pub fn balance(&self, account: &Account) -> Balance {
         self.accounts.get(account).copied().unwrap_or_default()
@@ -229,6 +241,24 @@ mod tests {
         b.reserve("s", "u", call(3), Some(usd("0.10"))).unwrap();
         assert!(b.settle("s", call(3), None) && !b.settle("s", call(3), None));
         assert_eq!(b.balance(&Account::Session("s".into())).spent, usd("0.10"));
+    }
+
+    #[test]
+    fn a_journal_that_comes_back_is_booked_once() {
+        let (mut b, s, u) = (Budgets::default(), Account::Session("s".into()), Account::User("u".into()));
+        b.book(s.clone(), usd("1.00"));
+        b.book(u.clone(), usd("5.00"));
+        b.set_limit(s.clone(), Some(usd("3.00")));
+        // Elsewhere it bought for another dollar and a half.
+        b.rebook("s", &BTreeMap::from([("u".to_owned(), usd("2.50"))]));
+        assert_eq!(
+            (b.balance(&s).spent, b.balance(&u).spent, b.balance(&s).left()),
+            (usd("2.50"), usd("6.50"), Some(usd("0.50")))
+        );
+        b.rebook("s", &BTreeMap::from([("u".to_owned(), usd("2.50"))]));
+        assert_eq!((b.balance(&s).spent, b.balance(&u).spent), (usd("2.50"), usd("6.50")));
+        b.rebook("t", &BTreeMap::from([("u".to_owned(), usd("1.00")), ("v".to_owned(), usd("1.00"))]));
+        assert_eq!(b.balance(&Account::Session("t".into())).spent, usd("2.00"));
     }
 
     #[test]

@@ -126,6 +126,11 @@ pub enum PeersAsk {
         /// The session.
         session: SessionId,
     },
+    /// A call of this session was bought and its answer is whole: a good moment for a checkpoint.
+    Bought {
+        /// The session.
+        session: SessionId,
+    },
     /// Passed on to the gateway of another node.
     Copy {
         /// The node's number.
@@ -157,6 +162,8 @@ pub enum PeersAnswer {
         /// What the holder says.
         copy: CopyAnswer,
     },
+    /// To `Bought`.
+    Done {},
     /// Not known, or not reached.
     Away {
         /// Why.

@@ -8,6 +8,16 @@ pub const CONNECTIONS_MAX: usize = 8192;
 pub const CALLS_MAX: usize = 4096;
 /// Bytes of request bodies held in memory at once, of all sessions.
 pub const REQUEST_BYTES_MAX: usize = 256 << 20;
+/// Of which one session may hold so many; above it its calls wait for each other.
+pub const SESSION_REQUEST_BYTES_MAX: usize = 64 << 20;
+/// Streams of one session at once: what a relay may open, and some that end meanwhile.
+pub const STREAMS_MAX: usize = 2048;
+/// Timelines that one run may begin; an honest relay begins one.
+pub const TIMELINES_MAX: u32 = 64;
+/// Refused egress connections of a session that are written down in one minute.
+pub const REFUSALS_MAX: u32 = 120;
+/// A request's body comes at least so fast, after a first half minute; a slower one is refused.
+pub const BODY_BYTES_PER_S_MIN: u64 = 256 << 10;
 /// A guest has so long for its first message and for each frame of a request's body.
 pub const GUEST_PATIENCE: Duration = Duration::from_secs(30);
 /// After a refusal, what a guest still sends is read and dropped for at most so long.

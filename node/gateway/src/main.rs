@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use ks_gwd::host::node::{Config, Node};
+use ks_gwd::host::node::{Config, Node, StartError};
 use ks_gwd::host::socket;
 use ks_gwd::limits::FREE_SPACE_BYTES;
 use std::io::IsTerminal;
@@ -27,7 +27,13 @@ struct Args {
     /// Bytes that calls leave free on the journal's disk.
     #[arg(long, default_value_t = FREE_SPACE_BYTES)]
     free_space: u64,
+    /// Ends when nobody was connected and nothing under way for so many seconds; its node starts it again when it is needed.
+    #[arg(long, default_value_t = 120)]
+    idle_seconds: u64,
 }
+
+/// An earlier process of the same folder has so long to end.
+const LOCK_PATIENCE: Duration = Duration::from_secs(5);
 
 /// After SIGTERM, calls under way have so long to end.
 const LAST_CALLS: Duration = Duration::from_secs(20);
@@ -48,15 +54,25 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<()> {
     // A dump of this process would hold keys.
     rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable).context("forbidding core dumps")?;
+    raise_file_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(serve(args))?;
     runtime.shutdown_timeout(Duration::from_secs(1));
     Ok(())
 }
 
+/// As many open files as it may have: each guest's stream is one, each call under way three.
+fn raise_file_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let now = getrlimit(Resource::Nofile);
+    if let Err(e) = setrlimit(Resource::Nofile, Rlimit { current: now.maximum, maximum: now.maximum }) {
+        tracing::warn!("the limit of open files stays at {:?}: {e}", now.current);
+    }
+}
+
 async fn serve(args: Args) -> Result<()> {
     let config = Config { prices: args.prices, free_bytes: args.free_space, ..Config::in_fleet(&args.dir) };
-    let node = Node::start(config)?;
+    let node = start(config).await?;
     let path = args.socket.unwrap_or_else(|| args.dir.join(ks_proto::gateway::SOCKET));
     let listener = socket::bind(&path).with_context(|| format!("listening at {}", path.display()))?;
     tracing::info!(socket = %path.display(), "gateway serves");
@@ -70,6 +86,7 @@ async fn serve(args: Args) -> Result<()> {
         r = socket::serve(node.clone(), listener) => r.context("gw.sock")?,
         _ = term.recv() => {}
         _ = int.recv() => {}
+        () = idle(&node, Duration::from_secs(args.idle_seconds)) => tracing::info!("nobody was here for a while: it ends"),
     }
     let _ = std::fs::remove_file(&path);
     let patience = tokio::time::Instant::now() + LAST_CALLS;
@@ -80,4 +97,32 @@ async fn serve(args: Args) -> Result<()> {
         tracing::warn!(calls = node.under_way(), "calls under way are given up: their ends will be unknown");
     }
     Ok(())
+}
+
+/// Waits a while for an earlier process that is ending.
+async fn start(config: Config) -> Result<std::sync::Arc<Node>> {
+    let give_up = tokio::time::Instant::now() + LOCK_PATIENCE;
+    let mut config = Some(config);
+    loop {
+        let Some(next) = config.take() else { anyhow::bail!("the settings are gone") };
+        let again = Config { prices: next.prices.clone(), free_bytes: next.free_bytes, ..Config::in_fleet(&next.dir) };
+        match Node::start(next) {
+            Err(StartError::Taken(_)) if tokio::time::Instant::now() < give_up => {
+                config = Some(again);
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            other => return Ok(other?),
+        }
+    }
+}
+
+/// Returns when the gateway was idle for so long.
+async fn idle(node: &Node, patience: Duration) {
+    loop {
+        let left = patience.saturating_sub(node.idle());
+        if left.is_zero() {
+            return;
+        }
+        tokio::time::sleep(left.max(Duration::from_millis(50))).await;
+    }
 }

@@ -39,7 +39,7 @@ pub struct Head {
 /// One checkpoint to take, with everybody who waits for it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Job {
-    /// `start`, `cadence`, `demand`, `park`, `fork-point`, `stop`, `guest`.
+    /// `start`, `cadence`, `call` (a model call was bought), `demand`, `park`, `fork-point`, `stop`, `guest`.
     pub reason: String,
     /// Note.
     pub message: String,
@@ -58,7 +58,7 @@ impl Job {
     }
     /// One checkpoint serves both: notes are joined, the stricter wish wins.
     pub(super) fn merge(&mut self, o: Job) {
-        if self.reason == "cadence" || o.reason == "fork-point" {
+        if ["cadence", "call"].contains(&self.reason.as_str()) || o.reason == "fork-point" {
             self.reason = o.reason;
         }
         if !o.message.is_empty() {
@@ -145,6 +145,8 @@ pub enum Input {
     NotStored { token: RunToken, error: ApiError },
     /// The session belongs to the node `to` now, or to another assignment of this one: this machine ends.
     Disowned { to: String },
+    /// A model call of the session was bought, and its answer is whole.
+    Bought,
     /// Somebody watches or works: not idle.
     Activity,
     /// Other policy.

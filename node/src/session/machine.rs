@@ -25,6 +25,8 @@ use ks_raft::Wanted;
 const WAITS: [&str; 4] = ["no-quorum", "moving", "unreachable", "busy"];
 /// Wait before asking again after one of them.
 const WAIT_MS: u64 = 1000;
+/// After a bought model call a checkpoint is taken, so that little is asked again after a crash; at most one in so long.
+const AFTER_CALL_MS: u64 = 5000;
 
 /// See the module.
 #[derive(Debug, Clone)]
@@ -40,6 +42,8 @@ pub struct Machine {
     attempts: u32,
     since_ms: u64,
     checkpoint_tried_ms: u64,
+    /// A model call was bought since the last checkpoint was begun.
+    bought: bool,
     active_ms: u64,
     storing: Option<Job>,
     queued: Option<Job>,
@@ -65,6 +69,7 @@ impl Machine {
             attempts: 0,
             since_ms: 0,
             checkpoint_tried_ms: 0,
+            bought: false,
             active_ms: 0,
             storing: None,
             queued: None,
@@ -95,8 +100,8 @@ impl Machine {
         if self.state != SessionState::Running {
             return None;
         }
-        let cadence =
-            (self.policy.cadence_ms > 0 && self.storing.is_none()).then(|| self.checkpoint_tried_ms + self.policy.cadence_ms);
+        let every = if self.bought { self.policy.cadence_ms.min(AFTER_CALL_MS) } else { self.policy.cadence_ms };
+        let cadence = (self.policy.cadence_ms > 0 && self.storing.is_none()).then(|| self.checkpoint_tried_ms + every);
         let idle = (self.policy.idle_park_ms > 0 && self.then.is_none()).then(|| self.active_ms + self.policy.idle_park_ms);
         cadence.into_iter().chain(idle).min()
     }
@@ -119,6 +124,7 @@ impl Machine {
             Input::Stored { token, checkpoint } => self.stored(token, checkpoint, &mut out),
             Input::NotStored { token, error } => self.not_stored(token, error, &mut out),
             Input::Disowned { to } => self.disowned(&to, &mut out),
+            Input::Bought => self.bought(now, &mut out),
             Input::Activity => self.active_ms = now.mono_ms,
             Input::Policy { cadence_ms, idle_park_ms } => {
                 (self.policy.cadence_ms, self.policy.idle_park_ms) = (cadence_ms, idle_park_ms);
@@ -143,7 +149,16 @@ impl Machine {
             out.push(Effect::Event { kind: "idle", text: format!("nothing happened for {} s: parking", idle / 1000) });
             self.rest(now, Rest::Parked, None, out);
         } else if self.storing.is_none() {
-            self.take(now, Job::quiet("cadence"), out);
+            self.take(now, Job::quiet(if self.bought { "call" } else { "cadence" }), out);
+        }
+    }
+
+    /// One of a session without checkpoints by itself changes nothing; one that comes while a checkpoint is being stored may have come
+    /// after that one's instant.
+    fn bought(&mut self, now: Now, out: &mut Vec<Effect>) {
+        if self.state == SessionState::Running && self.policy.cadence_ms > 0 {
+            self.bought = true;
+            self.tick(now, out);
         }
     }
 
@@ -336,6 +351,7 @@ impl Machine {
             return;
         }
         self.checkpoint_tried_ms = now.mono_ms;
+        self.bought = false;
         self.storing = Some(job.clone());
         out.push(Effect::TakeCheckpoint { token: self.token, job });
     }
@@ -376,6 +392,7 @@ impl Machine {
     /// After a checkpoint: the queued one, else what was to follow.
     fn next_job(&mut self, out: &mut Vec<Effect>) {
         if let Some(job) = self.queued.take() {
+            self.bought = false;
             self.storing = Some(job.clone());
             out.push(Effect::TakeCheckpoint { token: self.token, job });
             return;
@@ -521,6 +538,7 @@ impl Machine {
         self.state = SessionState::Running;
         self.stage = Stage::Still;
         self.verify_eager = false;
+        self.bought = false;
         self.falls.started();
         (self.since_ms, self.checkpoint_tried_ms, self.active_ms) = (now.mono_ms, now.mono_ms, now.mono_ms);
     }

@@ -330,6 +330,37 @@ fn a_checkpoint_that_a_crash_cut_off_is_absent_for_its_caller() {
 }
 
 #[test]
+fn a_bought_call_is_followed_by_a_checkpoint_but_not_more_often_than_every_five_seconds() {
+    let m = check_from(
+        running(),
+        vec![
+            (4_999, Input::Bought, ""),
+            (5_000, Input::Tick, "take:call"),
+            // These came while that one is being stored: its instant may have been before them.
+            (5_100, Input::Bought, ""),
+            (5_200, Input::Bought, ""),
+            (5_300, stored(1, 2), ""),
+            (9_999, Input::Tick, ""),
+            (10_000, Input::Tick, "take:call"),
+            (10_100, stored(1, 3), ""),
+            (20_000, Input::Bought, "take:call"),
+            (20_100, Input::NotStored { token: token(1), error: error("disk-full") }, ""),
+            (24_000, Input::Bought, ""),
+            // What a person asks for serves it too.
+            (24_500, Input::Ask(1, demand(false)), "take:demand"),
+            (24_600, stored(1, 4), "ok1:c4"),
+            (60_000, Input::Tick, ""),
+        ],
+    );
+    assert_eq!(m.deadline(), Some(84_500), "the cadence goes on from the last one");
+    // Not where no checkpoint is taken by itself, and not of a run that is over.
+    let off = Input::Policy { cadence_ms: 0, idle_park_ms: 0 };
+    let m = check_from(running(), vec![(1, off, ""), (9_000, Input::Bought, ""), (90_000, Input::Tick, "")]);
+    assert_eq!(m.deadline(), None);
+    check_from(fresh(), vec![(1, Input::Bought, ""), (90_000, Input::Tick, "")]);
+}
+
+#[test]
 fn cadence_and_idle_follow_their_timers() {
     let m =
         check_from(running(), vec![(59_999, Input::Tick, ""), (60_000, Input::Tick, "take:cadence"), (60_500, stored(1, 2), "")]);
@@ -375,6 +406,7 @@ fn any_input() -> impl Strategy<Value = Input> {
         Just(Input::ProcessGone),
         Just(Input::Tick),
         Just(Input::Activity),
+        Just(Input::Bought),
         (0u64..9).prop_map(|r| Input::Ready { token: token(r) }),
         (0u64..9).prop_map(|r| Input::Lost { token: token(r), cause: "c".into() }),
         (0u64..9, any::<bool>()).prop_map(|(r, retry)| Input::StartFailed { token: token(r), error: error("internal"), retry }),

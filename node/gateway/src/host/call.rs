@@ -9,7 +9,7 @@ use super::wire::{WireError, drain, read_frame, write_message};
 use crate::coding::accepted;
 use crate::crash;
 use crate::headers;
-use crate::limits::{DECODED_BYTES_MAX, GUEST_PATIENCE};
+use crate::limits::{BODY_BYTES_PER_S_MIN, DECODED_BYTES_MAX, GUEST_PATIENCE, TIMELINES_MAX};
 use bytes::Bytes;
 use ks_gateway::codec::{self, CodecError, Encoding};
 use ks_gateway::dialect::{Family, Profile, RequestFacts, inject_usage, request_facts, scrub_path};
@@ -20,6 +20,7 @@ use ks_gateway::replay::{Gone, Input, Why};
 use ks_proto::gateway::{Provider, Stamp};
 use ks_proto::relay::{self, BodyFrame, RelayAnswer};
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
 
 /// What became of a decision: an answer to follow, and the number to tell of it.
@@ -169,8 +170,13 @@ impl Calling {
             let name = &call.provider;
             refuse(404, "no-provider", format!("there is no provider {name:?}; an operator can add it: ks provider add {name}"))
         })?;
+        // A session's own share first: one that holds it up holds up nobody else.
+        let share = u32::try_from(call.body_bytes).unwrap_or(u32::MAX);
+        let _share = self.session.room().clone().acquire_many_owned(share).await;
         let _room = self.node.request_room(call.body_bytes).await;
-        let body = self.body(&call, read).await?;
+        let patience = GUEST_PATIENCE + Duration::from_secs(call.body_bytes / BODY_BYTES_PER_S_MIN);
+        let body = tokio::time::timeout(patience, self.body(&call, read));
+        let body = body.await.map_err(|_| refuse(408, "too-slow", format!("the body did not come within {patience:?}")))??;
         let plain = decoded(&call.headers, &body)?;
         let family = family(&provider);
         let profile = Profile { name: provider.name.clone(), family, include_usage: provider.include_usage };
@@ -216,8 +222,12 @@ impl Calling {
     /// Says where a timeline lives on from, if this is its first word. A call that waits for its turn may come before that is
     /// durable, but no line of the timeline does.
     fn open_timeline(&self, timeline: Nonce, prior: Option<&str>, position: u64) -> Result<(), Stop> {
-        if !self.session.is_new(timeline) {
-            return Ok(());
+        match self.session.is_new(timeline, self.stamp.token) {
+            Some(false) => return Ok(()),
+            Some(true) => {}
+            None => {
+                return Err(refuse(429, "timelines", format!("this run began {TIMELINES_MAX} timelines; a relay begins one")));
+            }
         }
         let prior = prior.map(nonce).transpose()?;
         // A fork's lines go on from its fork point; its relay counts from there only when it has been told of one.

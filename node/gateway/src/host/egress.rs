@@ -43,6 +43,9 @@ pub async fn serve(
             (true, reason, out, inward)
         }
     };
+    if !allowed && !session.notes_refusal() {
+        return tracing::warn!(session = %session.id(), host, "more refused connections in a minute than are written down");
+    }
     let entry = Entry::Egress { host, port, allowed, reason, bytes_out, bytes_in, started_ms };
     if let Err(e) = session.journal().append(entry).await {
         tracing::warn!(session = %session.id(), error = %e, "an egress line was not journaled");

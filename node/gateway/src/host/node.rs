@@ -27,7 +27,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use zeroize::Zeroizing;
 
@@ -129,7 +129,18 @@ pub struct Node {
     taking: Mutex<BTreeMap<SessionId, Arc<tokio::sync::Mutex<()>>>>,
     room: Arc<Semaphore>,
     calls: Arc<Semaphore>,
+    /// Connections that are open, and when the last one came or went.
+    used: Mutex<(usize, Instant)>,
     _lock: std::fs::File,
+}
+
+/// One connection, counted while it is there.
+pub struct Used(Arc<Node>);
+impl Drop for Used {
+    fn drop(&mut self) {
+        let mut used = locked(&self.0.used);
+        *used = (used.0.saturating_sub(1), Instant::now());
+    }
 }
 
 impl Node {
@@ -178,6 +189,7 @@ impl Node {
             taking: Mutex::default(),
             room: Arc::new(Semaphore::new(REQUEST_BYTES_MAX)),
             calls: Arc::new(Semaphore::new(CALLS_MAX)),
+            used: Mutex::new((0, Instant::now())),
             config,
             _lock: lock,
         });
@@ -310,6 +322,9 @@ impl Node {
             self.demote(session, epoch).await.map_err(|source| OpenError::Io { session, source })?;
             let takeover = Takeover { copies: &self.copies, peers, stamp, position };
             takeover.run().await.map_err(|why| OpenError::Elsewhere { session, why })?;
+            let journals = self.config.dir.join("journal");
+            let spent = tokio::task::spawn_blocking(move || spent_in(&journals, session)).await.unwrap_or_default();
+            self.budgets().rebook(&session.to_hex(), &spent);
         }
         locked(&self.taking).remove(&session);
         Ok(())
@@ -449,6 +464,16 @@ impl Node {
             fork.step(Input::Changed { entry, stored, outcome });
         }
     }
+    /// Tells the daemon that a call of the session was bought whole, so that it may take a checkpoint. Calls that end while the
+    /// word of an earlier one waits to be said are told with it.
+    pub fn tell_bought(&self, session: &Arc<Session>) {
+        let Some(peers) = self.config.peers.clone().filter(|_| session.may_tell()) else { return };
+        let session = session.clone();
+        tokio::spawn(async move {
+            session.tells();
+            peers.bought(session.id()).await;
+        });
+    }
     /// Tells a session's machine how far the answers are that it may join.
     pub fn tell_stored(&self, session: &Session) {
         session.tell_stored(session);
@@ -474,6 +499,18 @@ impl Node {
         files::gone(std::fs::remove_dir_all(self.journal_dir(id)))
     }
 
+    /// A connection came.
+    pub fn used(self: &Arc<Self>) -> Used {
+        let mut used = locked(&self.used);
+        *used = (used.0 + 1, Instant::now());
+        drop(used);
+        Used(self.clone())
+    }
+    /// For how long nobody has been connected and nothing was under way.
+    pub fn idle(&self) -> Duration {
+        let (open, since) = *locked(&self.used);
+        if open > 0 || self.under_way() > 0 { Duration::ZERO } else { since.elapsed() }
+    }
     /// Purchases under way.
     pub fn under_way(&self) -> usize {
         self.open_sessions().iter().map(|s| s.under_way()).sum()
@@ -514,29 +551,39 @@ fn read_limits(path: &Path) -> io::Result<Vec<Limit>> {
     }
 }
 
-/// Books the past of all journals: what was paid, and what was reserved for calls whose cost nobody knows.
+/// Books the past of all journals.
 fn book_past(journals: &Path, budgets: &mut Budgets) -> io::Result<()> {
     for entry in std::fs::read_dir(journals)? {
         let name = entry?.file_name();
         let Some(id) = name.to_str().and_then(|n| n.parse::<SessionId>().ok()) else { continue };
-        let mut open = BTreeMap::new();
-        for line in read_lines(journals, id) {
-            match line.entry {
-                Entry::Intent(i) => drop(open.insert(line.seq, (i.user, i.reserved))),
-                Entry::Completed(c) => {
-                    let Some((user, reserved)) = open.remove(&c.of) else { continue };
-                    let known = c.outcome != Outcome::Unknown && c.cost.is_some();
-                    let spent = if known { c.cost } else { reserved }.unwrap_or(Money::ZERO);
-                    budgets.book(Account::Session(id.to_hex()), spent);
-                    budgets.book(Account::User(user), spent);
-                }
-                _ => {}
-            }
-        }
-        for (user, reserved) in open.into_values() {
-            budgets.book(Account::Session(id.to_hex()), reserved.unwrap_or(Money::ZERO));
-            budgets.book(Account::User(user), reserved.unwrap_or(Money::ZERO));
+        for (user, spent) in spent_in(journals, id) {
+            budgets.book(Account::Session(id.to_hex()), spent);
+            budgets.book(Account::User(user), spent);
         }
     }
     Ok(())
+}
+
+/// What a session's journal says was spent, by user: what was paid, and what was reserved for calls whose cost nobody knows.
+fn spent_in(journals: &Path, id: SessionId) -> BTreeMap<String, Money> {
+    let (mut open, mut by_user) = (BTreeMap::new(), BTreeMap::new());
+    let mut book = |user: String, spent: Money| {
+        let sum = by_user.entry(user).or_insert(Money::ZERO);
+        *sum = *sum + spent;
+    };
+    for line in read_lines(journals, id) {
+        match line.entry {
+            Entry::Intent(i) => drop(open.insert(line.seq, (i.user, i.reserved))),
+            Entry::Completed(c) => {
+                let Some((user, reserved)) = open.remove(&c.of) else { continue };
+                let known = c.outcome != Outcome::Unknown && c.cost.is_some();
+                book(user, if known { c.cost } else { reserved }.unwrap_or(Money::ZERO));
+            }
+            _ => {}
+        }
+    }
+    for (user, reserved) in open.into_values() {
+        book(user, reserved.unwrap_or(Money::ZERO));
+    }
+    by_user
 }

@@ -91,7 +91,14 @@ impl Peers {
         match self.ask(&PeersAsk::Set { session }).await? {
             PeersAnswer::Set { epoch, holders, members } => Ok(Set { epoch, holders, members }),
             PeersAnswer::Away { why } => Err(away(why)),
-            PeersAnswer::Copy { .. } => Err(away("the daemon answered something else")),
+            PeersAnswer::Copy { .. } | PeersAnswer::Done {} => Err(away("the daemon answered something else")),
+        }
+    }
+
+    /// Says that a call of this session was bought whole. A daemon that is away takes its checkpoints by its own times.
+    pub async fn bought(&self, session: SessionId) {
+        if let Err(e) = self.ask(&PeersAsk::Bought { session }).await {
+            tracing::debug!(session = %session, error = %e, "the daemon was not told of a bought call");
         }
     }
 
@@ -105,7 +112,7 @@ impl Peers {
             PeersAnswer::Copy { copy: CopyAnswer::Away { why } } => Err(away(format!("node {to}: {why}"))),
             PeersAnswer::Copy { copy } => Ok(copy),
             PeersAnswer::Away { why } => Err(away(format!("node {to}: {why}"))),
-            PeersAnswer::Set { .. } => Err(away("the daemon answered something else")),
+            PeersAnswer::Set { .. } | PeersAnswer::Done {} => Err(away("the daemon answered something else")),
         }
     }
 }

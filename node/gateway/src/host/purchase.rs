@@ -260,6 +260,9 @@ impl Purchase {
                 self.session.ended(&entry);
                 let outcome = Some(entry.outcome);
                 node.changed(&self.session, self.live.seq, entry.body_bytes, outcome);
+                if entry.outcome == Outcome::Complete {
+                    node.tell_bought(&self.session);
+                }
                 r.end
             }
             // Its end is not in the journal: the next start finds it unknown, and so do the readers.

@@ -8,7 +8,7 @@ use super::locked;
 use super::replica::{Part, Replica, ReplicaError};
 use crate::allow::Pattern;
 use crate::lease::{Lapse, Lease};
-use crate::limits::{ALLOW_MAX, EGRESS_MAX};
+use crate::limits::{ALLOW_MAX, EGRESS_MAX, REFUSALS_MAX, SESSION_REQUEST_BYTES_MAX, STREAMS_MAX, TIMELINES_MAX};
 use bytes::Bytes;
 use ks_gateway::dialect::Outcome;
 use ks_gateway::key::Matched;
@@ -21,6 +21,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 use tokio::sync::{Semaphore, oneshot, watch};
@@ -122,6 +123,13 @@ pub struct Session {
     state: Mutex<State>,
     allow: RwLock<Vec<(String, Pattern)>>,
     egress: Arc<Semaphore>,
+    streams: Arc<Semaphore>,
+    room: Arc<Semaphore>,
+    /// The newest run, and how many timelines it began.
+    began: Mutex<(RunToken, u32)>,
+    /// When the minute of refused connections began, and how many it has.
+    refusals: Mutex<(Instant, u32)>,
+    telling: AtomicBool,
     started: Instant,
     ancestors: Vec<SessionId>,
     forked_at: u64,
@@ -177,6 +185,11 @@ impl Session {
             state: Mutex::new(State { waiting: BTreeMap::new(), replay, timelines, lives: BTreeMap::new(), past }),
             allow: RwLock::new(allow),
             egress: Arc::new(Semaphore::new(EGRESS_MAX)),
+            streams: Arc::new(Semaphore::new(STREAMS_MAX)),
+            room: Arc::new(Semaphore::new(SESSION_REQUEST_BYTES_MAX)),
+            began: Mutex::default(),
+            refusals: Mutex::new((Instant::now(), 0)),
+            telling: AtomicBool::new(false),
             started: Instant::now(),
             ancestors,
             forked_at: parent.map_or(0, |p| p.at_seq),
@@ -314,9 +327,46 @@ impl Session {
         &self.ancestors
     }
 
-    /// True for the first word of a timeline.
-    pub fn is_new(&self, timeline: Nonce) -> bool {
-        locked(&self.state).timelines.insert(timeline)
+    /// True for the first word of a timeline; None if this run began more than any relay does.
+    pub fn is_new(&self, timeline: Nonce, token: RunToken) -> Option<bool> {
+        let mut state = locked(&self.state);
+        if state.timelines.contains(&timeline) {
+            return Some(false);
+        }
+        let mut began = locked(&self.began);
+        if began.0 != token {
+            *began = (token, 0);
+        }
+        if began.1 >= TIMELINES_MAX {
+            return None;
+        }
+        began.1 += 1;
+        Some(state.timelines.insert(timeline))
+    }
+    /// Whether a refused connection is written down: a guest that asks again and again fills no disk with it.
+    pub fn notes_refusal(&self) -> bool {
+        let mut minute = locked(&self.refusals);
+        if minute.0.elapsed() >= Duration::from_secs(60) {
+            *minute = (Instant::now(), 0);
+        }
+        minute.1 = minute.1.saturating_add(1);
+        minute.1 <= REFUSALS_MAX
+    }
+    /// True if nobody is about to tell the daemon of a bought call; whoever hears it does.
+    pub fn may_tell(&self) -> bool {
+        !self.telling.swap(true, Ordering::AcqRel)
+    }
+    /// The daemon is told now.
+    pub fn tells(&self) {
+        self.telling.store(false, Ordering::Release);
+    }
+    /// Slots of streams.
+    pub fn streams(&self) -> &Arc<Semaphore> {
+        &self.streams
+    }
+    /// Its share of the room for requests' bodies.
+    pub fn room(&self) -> &Arc<Semaphore> {
+        &self.room
     }
     /// Hands a line in without waiting for it.
     pub fn append_later(&self, entry: Entry) {

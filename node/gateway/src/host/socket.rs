@@ -7,7 +7,7 @@ use super::call::Calling;
 use super::egress;
 use super::node::Node;
 use super::wire::{drain, read_json, read_message, write_message};
-use crate::limits::{CONNECTIONS_MAX, GUEST_PATIENCE};
+use crate::limits::{CONNECTIONS_MAX, GUEST_PATIENCE, STREAMS_MAX};
 use ks_proto::gateway::{GatewayAsk, Stamp};
 use ks_proto::relay::{RelayAnswer, RelayAsk};
 use std::io;
@@ -47,10 +47,10 @@ pub async fn serve(node: Arc<Node>, listener: UnixListener) -> io::Result<()> {
         if !stream.peer_cred().is_ok_and(|c| c.uid() == own || c.uid() == 0) {
             continue;
         }
-        let node = node.clone();
+        let (node, used) = (node.clone(), node.used());
         tokio::spawn(async move {
             connection(node, stream).await;
-            drop(slot);
+            drop((slot, used));
         });
     }
 }
@@ -91,6 +91,9 @@ async fn guest(node: Arc<Node>, stamp: Stamp, read: &mut (impl AsyncRead + Unpin
         }
     };
     session.seen(&stamp);
+    let Ok(_stream) = session.streams().clone().try_acquire_owned() else {
+        return refuse(read, write, 503, "busy", format!("{STREAMS_MAX} streams of this session are open already")).await;
+    };
     match ask {
         RelayAsk::Egress { host, port } => egress::serve(&session, stamp.token, (host, port), read, write).await,
         RelayAsk::Call(call) => Calling { node, session, stamp }.call(call, read, write).await,

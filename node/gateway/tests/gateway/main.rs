@@ -7,6 +7,7 @@ mod disk;
 mod egress;
 mod faults;
 mod harness;
+mod hostile;
 mod process;
 mod replicas;
 mod takeover;

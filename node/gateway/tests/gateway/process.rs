@@ -6,7 +6,8 @@ use ks_proto::gateway::{AdminAsk, Provider as Settings, Secret};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-struct Process(Child);
+/// A real `ksgw`, killed with this value.
+pub struct Process(pub Child);
 
 impl Drop for Process {
     fn drop(&mut self) {
@@ -15,9 +16,13 @@ impl Drop for Process {
     }
 }
 
-async fn start(dir: &Path, crash_at: Option<&str>, log: &Path) -> Process {
+pub async fn start(dir: &Path, crash_at: Option<&str>, log: &Path) -> Process {
+    start_with(dir, crash_at, log, &[]).await
+}
+
+async fn start_with(dir: &Path, crash_at: Option<&str>, log: &Path, more: &[&str]) -> Process {
     let mut c = Command::new(env!("CARGO_BIN_EXE_ksgw"));
-    c.arg("--dir").arg(dir).args(["--free-space", "1048576"]).env_remove("KS_GW_CRASH_AT");
+    c.arg("--dir").arg(dir).args(["--free-space", "1048576"]).args(more).env_remove("KS_GW_CRASH_AT");
     if let Some(point) = crash_at {
         c.env("KS_GW_CRASH_AT", point);
     }
@@ -34,7 +39,7 @@ async fn start(dir: &Path, crash_at: Option<&str>, log: &Path) -> Process {
     child
 }
 
-async fn set_up(dir: &Path, base_url: String) {
+pub async fn set_up(dir: &Path, base_url: String) {
     let mut admin = Admin::connect(&dir.join("gw.sock")).await;
     admin.done(AdminAsk::Unseal { key_hex: "07".repeat(32) }).await;
     let provider = Settings {
@@ -111,4 +116,30 @@ async fn node_and_gateway_die_mid_call_is_unknown() {
     drop(admin.ask(AdminAsk::Ledger { session: guest.session(), from: 0 }).await);
     let ends: Vec<_> = ledger(dir.path(), guest.session()).into_iter().filter(|l| l["kind"] == "completed").collect();
     assert_eq!((ends.len(), &ends[0]["outcome"]), (1, &"unknown".into()));
+}
+
+/// Whom nobody needs any more ends by itself, in good order, but not while somebody is connected or a call is under way.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_that_nobody_uses_ends_by_itself() {
+    let provider = ks_test_provider::start("127.0.0.1:0".parse().unwrap(), None).await.unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let log = dir.path().join("log");
+    let mut process = start_with(dir.path(), None, &log, &["--idle-seconds", "1"]).await;
+    set_up(dir.path(), format!("http://{}", provider.address)).await;
+    let guest = Guest::new(&dir.path().join("gw.sock"), 1);
+    let (path, body) = streamed("anthropic", "tokens=20,stall=3");
+    let mut answer = guest.call(1, &path, &body).await;
+    answer.at_least(100).await;
+    // Its VM and its daemon die; the call goes on, and is in the journal when the process ends.
+    drop(answer);
+    let begun = std::time::Instant::now();
+    while begun.elapsed() < std::time::Duration::from_secs(2) {
+        assert!(process.0.try_wait().unwrap().is_none(), "it ended with a call under way");
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    provider.go();
+    until("its end", || process.0.try_wait().unwrap().is_some()).await;
+    assert!(process.0.wait().unwrap().success() && !dir.path().join("gw.sock").exists());
+    let ends: Vec<_> = ledger(dir.path(), guest.session()).into_iter().filter(|l| l["kind"] == "completed").collect();
+    assert_eq!((ends.len(), &ends[0]["outcome"]), (1, &"complete".into()));
 }

@@ -41,6 +41,7 @@ async fn connection(me: u64, mut stream: UnixStream, state: Shared) {
                 let members = s.sockets.keys().copied().filter(|n| *n != me && !s.dead.contains(n)).collect();
                 PeersAnswer::Set { epoch: s.epoch, holders: s.holders.get(&me).cloned().unwrap_or_default(), members }
             }
+            PeersAsk::Bought { .. } => PeersAnswer::Done {},
             PeersAsk::Copy { to, session, epoch, copy } => {
                 let (way, owns, newest) = {
                     let s = state.lock().unwrap();

@@ -7,6 +7,7 @@
 use crate::fleet::Fleet;
 use crate::fleet::wire::{Ask, Reply};
 use crate::node::Node;
+use crate::session::Input;
 use ks_net::Proto;
 use ks_proto::SessionId;
 use ks_proto::copies::{CopyAnswer, CopyAsk, PEERS_SOCKET, PeersAnswer, PeersAsk};
@@ -73,6 +74,12 @@ async fn connection(node: &Weak<Node>, mut stream: UnixStream) -> io::Result<()>
         let Some(node) = node.upgrade() else { return Ok(()) };
         let answer = match ask {
             PeersAsk::Set { session } => set(&node, session),
+            PeersAsk::Bought { session } => {
+                if let Some(machine) = node.handle(&session) {
+                    machine.input(Input::Bought).await;
+                }
+                PeersAnswer::Done {}
+            }
             PeersAsk::Copy { to, session, epoch, copy } => pass_on(&node.fleet, to, Ask::Journal { session, epoch, copy }).await,
         };
         super::write(&mut stream, &answer).await?;
