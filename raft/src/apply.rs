@@ -33,6 +33,7 @@ impl FleetState {
             | Command::SetWanted { .. }
             | Command::SetCommand { .. }
             | Command::SetPolicy { .. }
+            | Command::SetOutside { .. }
             | Command::NoteLost { .. }
             | Command::NoteBack { .. }
             | Command::RemoveSession { .. }
@@ -77,6 +78,7 @@ impl FleetState {
             Command::SetPolicy { id, cadence_s, idle_park_s } => {
                 self.edit(id, |s| (s.cadence_s, s.idle_park_s) = (cadence_s, idle_park_s))
             }
+            Command::SetOutside { id, allow, budget } => self.set_outside(id, allow, budget),
             Command::NoteLost { id, lost } => self.edit(id, |s| {
                 s.lost.get_or_insert(lost);
             }),
@@ -155,12 +157,15 @@ impl FleetState {
         if self.image_by_id(&params.image_id).is_none() {
             return Err(Refusal::NoImage { name: params.image });
         }
+        let mut allow = None;
         if let Some(f) = &forked_from {
             // The fork point must still be there: from this command on it is kept.
             let parent = self.sessions.get(&f.session).ok_or(Refusal::NoSession { id: f.session })?;
             if parent.by_id(&f.checkpoint).is_none() {
                 return Err(Refusal::NoCheckpoint { name: parent.name.to_string(), wanted: f.checkpoint.to_hex() });
             }
+            // A child may reach what its parent may. Its budget is its own.
+            allow = parent.allow.clone();
         }
         let token = RunToken { generation: self.generation, epoch: 1, run: 0 };
         let record = SessionRecord {
@@ -184,6 +189,8 @@ impl FleetState {
             lost: None,
             last_interruption: None,
             tombstone: false,
+            allow,
+            budget: None,
         };
         self.sessions.insert(record);
         Ok(Response::Token { token })

@@ -16,7 +16,7 @@
 use crate::command::{Assignment, Response};
 use crate::error::Refusal;
 use crate::fleet::{Durability, Member, MemberState};
-use crate::limits::{COPIES_MAX, MOVES_MAX};
+use crate::limits::{ALLOW_BYTES_MAX, ALLOW_MAX, COPIES_MAX, MOVES_MAX, TEXT_MAX};
 use crate::record::{CheckpointRecord, Lapse, Lost, SessionRecord};
 use crate::state::FleetState;
 use ks_proto::{CheckpointId, RunToken, SessionId};
@@ -122,6 +122,24 @@ impl FleetState {
             return Err(Refusal::BadValue { what: format!("{copies} copies"), why: format!("at most {COPIES_MAX}") });
         }
         self.live(id)?.copies = copies;
+        Ok(Response::Done)
+    }
+
+    pub(crate) fn set_outside(&mut self, id: SessionId, allow: Option<Vec<String>>, budget: Option<String>) -> Outcome {
+        let bad = |what: &str, why: String| Err(Refusal::BadValue { what: what.to_owned(), why });
+        if let Some(all) = &allow {
+            let bytes: usize = all.iter().map(String::len).sum();
+            if all.len() > ALLOW_MAX || bytes > ALLOW_BYTES_MAX {
+                let why = format!("{} places of {bytes} bytes; at most {ALLOW_MAX} of {ALLOW_BYTES_MAX}", all.len());
+                return bad("the list of what a session may reach", why);
+            }
+        }
+        if budget.as_ref().is_some_and(|b| b.len() > TEXT_MAX) {
+            return bad("the budget", format!("longer than {TEXT_MAX} bytes"));
+        }
+        let s = self.live(id)?;
+        s.allow = allow.or(s.allow.take());
+        s.budget = budget.or(s.budget.take());
         Ok(Response::Done)
     }
 

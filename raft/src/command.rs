@@ -92,6 +92,15 @@ pub enum Command {
     SetCommand { id: SessionId, command: Vec<String> },
     /// Other cadence or idle policy.
     SetPolicy { id: SessionId, cadence_s: u64, idle_park_s: u64 },
+    /// What the session may reach outside, and what its model calls may cost; None leaves it. A budget is dollars as text, "" is no
+    /// limit. They are here so that they go where the session goes.
+    SetOutside {
+        id: SessionId,
+        #[serde(default)]
+        allow: Option<Vec<String>>,
+        #[serde(default)]
+        budget: Option<String>,
+    },
     /// A checkpoint that is durable at its holders (none named: its owner); `info.number` is given by apply. Answered with
     /// [`Response::Checkpoint`]; committing the same id again gives the same number.
     CommitCheckpoint {

@@ -16,6 +16,10 @@ pub const USER_TOKENS_MAX: usize = 32;
 pub const ADDRESSES_MAX: usize = 16;
 /// CPU profiles of one member.
 pub const PROFILES_MAX: usize = 32;
+/// Entries of one session's list of what it may reach outside.
+pub const ALLOW_MAX: usize = 1024;
+/// Bytes of them together.
+pub const ALLOW_BYTES_MAX: usize = 32 << 10;
 /// Bytes of a name, an address, a profile or a peer id.
 pub const TEXT_MAX: usize = 256;
 /// Copies of a checkpoint, and members of a replica set.

@@ -124,6 +124,12 @@ pub struct SessionRecord {
     pub last_interruption: Option<Interruption>,
     /// Removed, and kept only because forks of it remain.
     pub tombstone: bool,
+    /// What it may reach outside; None: never said in the replicated state (nothing, or what an earlier version keeps on its node).
+    #[serde(default)]
+    pub allow: Option<Vec<String>>,
+    /// The most that its model calls may cost, in dollars; "" is no limit, None was never said.
+    #[serde(default)]
+    pub budget: Option<String>,
 }
 
 impl SessionRecord {

@@ -1,7 +1,8 @@
 //! `/gateway/…` and what belongs to a session's calls: keys, providers, ledger, costs, budgets, egress.
 //!
 //! Keys, providers and the user's budget are each node's: changes of the first two are told to the members that are up.
-//! Everything about a session is on its owner's node, where the call is passed on to.
+//! Everything about a session is on its owner's node, where the call is passed on to. What it may reach and spend is in the replicated
+//! state too, and so goes where it goes.
 
 use super::App;
 use super::auth::Caller;
@@ -14,9 +15,10 @@ use axum::{Extension, Json};
 use ks_proto::SessionId;
 use ks_proto::api::ApiError;
 use ks_proto::gateway::{AdminAnswer, AdminAsk, KeyInfo, Provider, Secret};
-use ks_raft::FleetState;
+use ks_raft::{Command, FleetState};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Whose keys and budget: the node's own operator. Sessions have no other owner yet.
@@ -232,7 +234,7 @@ fn named(state: &FleetState, line: String) -> String {
     Value::Object(object).to_string()
 }
 
-#[derive(Deserialize)]
+#[derive(Serialize, Deserialize)]
 pub struct SetBudget {
     #[serde(default)]
     session: Option<String>,
@@ -243,11 +245,33 @@ pub async fn budgets(State(app): State<App>) -> Result<Response, Refused> {
     let state = app.node.state.read();
     let sessions = state.sessions.values().filter(|r| !r.tombstone).map(|r| r.id).collect();
     let all = app.node.gateway.lines(AdminAsk::BudgetList { user: USER.into(), sessions }).await?;
+    let all = with_recorded(&state, all);
     let of = |line: String| match serde_json::from_str::<Value>(&line) {
         Ok(v) if v["account"] == "session" => named_budget(&state, v),
         _ => line,
     };
     Ok(lines(all.into_iter().map(of).collect()))
+}
+
+/// A session that has not called yet where it is now has its limit in the state only.
+fn with_recorded(state: &FleetState, mut all: Vec<String>) -> Vec<String> {
+    let mut limits: BTreeMap<String, String> = state
+        .sessions
+        .values()
+        .filter(|r| !r.tombstone)
+        .filter_map(|r| Some((r.id.to_hex(), r.budget.clone().filter(|b| !b.is_empty())?)))
+        .collect();
+    for line in &mut all {
+        let Ok(mut v) = serde_json::from_str::<Value>(line) else { continue };
+        if let Some(limit) = v["name"].as_str().and_then(|id| limits.remove(id)).filter(|_| v["limit"].is_null()) {
+            v["limit"] = json!(limit);
+            *line = v.to_string();
+        }
+    }
+    let unspent =
+        |(id, limit)| json!({ "account": "session", "name": id, "limit": limit, "spent": "0.00", "held": "0.00", "left": limit });
+    all.extend(limits.into_iter().map(|l| unspent(l).to_string()));
+    all
 }
 
 fn named_budget(state: &FleetState, mut v: Value) -> String {
@@ -259,15 +283,30 @@ fn named_budget(state: &FleetState, mut v: Value) -> String {
     v.to_string()
 }
 
-pub async fn set_budget(State(app): State<App>, Needed(b): Needed<SetBudget>) -> Answered<Value> {
-    let session = b.session.as_deref().map(|s| app.node.record(s).map(|r| r.id)).transpose()?;
-    done(&app, AdminAsk::BudgetSet { user: USER.into(), session, limit: b.limit }).await
+pub async fn set_budget(State(app): State<App>, from: From, Needed(b): Needed<SetBudget>) -> Answered<Value> {
+    let record = b.session.as_deref().map(|s| app.node.record(s)).transpose()?;
+    if let Some(r) = record.as_ref().filter(|r| r.owner != app.node.fleet.number() && from.is_some_and(|c| !c.passed_on)) {
+        // Its owner's gateway must have it before the state does: it knows what an amount is.
+        call::tell(&app.node.fleet, r.owner, Method::PUT, "/v1/gateway/budgets", &b).await?;
+        return Ok(Json(json!({ "schema": "ks.done.v1" })));
+    }
+    let session = record.map(|r| r.id);
+    let set = done(&app, AdminAsk::BudgetSet { user: USER.into(), session, limit: b.limit.clone() }).await?;
+    if let Some(id) = session {
+        let budget = Some(b.limit.unwrap_or_default());
+        app.node.state.propose(Command::SetOutside { id, allow: None, budget }).await?;
+    }
+    Ok(set)
 }
 
 pub async fn egress(State(app): State<App>, Path(name): Path<String>) -> Answered<Value> {
-    let session = app.node.record(&name)?.id;
-    match app.node.gateway.admin(AdminAsk::EgressList { session }).await? {
-        AdminAnswer::Egress { allow } => Ok(Json(json!({ "schema": "ks.egress.v1", "allow": allow }))),
+    let record = app.node.record(&name)?;
+    let listed = |allow: Vec<String>| Ok(Json(json!({ "schema": "ks.egress.v1", "allow": allow })));
+    if let Some(allow) = record.allow {
+        return listed(allow);
+    }
+    match app.node.gateway.admin(AdminAsk::EgressList { session: record.id }).await? {
+        AdminAnswer::Egress { allow } => listed(allow),
         other => Err(unexpected(&other)),
     }
 }
@@ -279,5 +318,7 @@ pub struct SetEgress {
 
 pub async fn set_egress(State(app): State<App>, Path(name): Path<String>, Needed(e): Needed<SetEgress>) -> Answered<Value> {
     let session = app.node.record(&name)?.id;
-    done(&app, AdminAsk::EgressSet { session, allow: e.allow }).await
+    let set = done(&app, AdminAsk::EgressSet { session, allow: e.allow.clone() }).await?;
+    app.node.state.propose(Command::SetOutside { id: session, allow: Some(e.allow), budget: None }).await?;
+    Ok(set)
 }

@@ -146,7 +146,9 @@ async fn calls_of_child(node: &Arc<Node>, parent: SessionId, child: SessionId, r
             ApiError::new("disk-full", "the fork", format!("--replay is not noted: {e}"), "free space in the data folder")
         })?;
     }
-    node.gateway.inherit_egress(parent, child).await
+    // What the state says of the parent's allow-list it says of the child's too.
+    let recorded = node.state.read().sessions.get(&child).is_some_and(|r| r.allow.is_some());
+    if recorded { Ok(()) } else { node.gateway.inherit_egress(parent, child).await }
 }
 
 async fn one(

@@ -1,7 +1,7 @@
 //! Model calls in a real fleet with the real gateway: three ksd and three ksgw on loopback, stand-in VMs, the test provider.
 //! What a host had bought when it died is served by the peer to which the session moved, and is bought once.
 
-use crate::fake_guest::Called;
+use crate::fake_guest::{BROKE, Called};
 use crate::fleet::{durable, fleet, until};
 use crate::harness::TestNode;
 use ks_proto::api::Session;
@@ -24,12 +24,44 @@ impl TestNode {
             .unwrap_or_else(|e| panic!("{e}: {}\n{}\n{}", String::from_utf8_lossy(&out), self.log(), self.gateway_log()))
     }
 
+    /// As [`Self::call_model`], again when the stream broke or the node's lease had just lapsed, as on a busy machine: a client
+    /// tries again then, and its call goes on.
+    async fn called(&self, session: &str, body: &str) -> Called {
+        let begun = std::time::Instant::now();
+        loop {
+            let called = self.call_model(session, body).await;
+            let broke = called.cut.as_ref().is_some_and(|c| c.starts_with(BROKE));
+            let lapsed = called.refused.as_ref().is_some_and(|r| r.0 == "lapsed");
+            if !(broke || lapsed) || begun.elapsed() > crate::harness::DEADLINE {
+                return called;
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+        }
+    }
+
     /// A call that must be answered whole; its text.
     async fn answered(&self, session: &str, body: &str) -> String {
-        let called = self.call_model(session, body).await;
+        let called = self.called(session, body).await;
         assert!(called.status == 200 && called.cut.is_none(), "{called:?}\n{}\n{}", self.log(), self.gateway_log());
         assert!(called.body.contains("message_stop"), "{called:?}");
         called.body
+    }
+
+    /// A session with checkpoints every `cadence_s` seconds; 0 is only on request.
+    async fn create_with(&self, name: &str, cadence_s: u64) {
+        let body = json!({ "name": name, "memory_mib": 128, "cadence_s": cadence_s, "main": { "command": ["agent"] } });
+        self.ok("sessions", body).await;
+    }
+
+    async fn put(&self, path: &str, body: Value) {
+        let r = self.request("PUT", path).json(&body).send().await.unwrap();
+        assert!(r.status().is_success(), "{path}: {}\n{}", r.text().await.unwrap(), self.log());
+    }
+
+    /// Lines of JSON.
+    async fn rows(&self, path: &str) -> Vec<Value> {
+        let text = self.request("GET", path).send().await.unwrap().text().await.unwrap();
+        text.lines().map(|l| serde_json::from_str(l).unwrap_or_else(|e| panic!("{e}: {text}"))).collect()
     }
 
     fn copies(&self) -> PathBuf {
@@ -63,7 +95,11 @@ async fn moved(all: &[&TestNode]) -> Session {
 async fn what_a_dead_host_bought_is_served_by_its_peer_and_bought_once() {
     let provider = provider().await;
     let mut nodes = gateways(3, &provider).await;
-    nodes[0].create("a").await;
+    nodes[0].create_with("a", 0).await;
+    // Through a node that does not own it, too.
+    nodes[1].put("sessions/a/egress", json!({ "allow": ["pypi.org", "*.debian.org"] })).await;
+    nodes[2].put("gateway/budgets", json!({ "session": "a", "limit": "7.50" })).await;
+    nodes[0].put("gateway/budgets", json!({ "session": "a", "limit": null })).await;
     nodes[0].answered("a", &request(1, "tokens=5")).await;
     nodes[0].ok("sessions/a/checkpoint", json!({})).await;
     {
@@ -90,6 +126,9 @@ async fn what_a_dead_host_bought_is_served_by_its_peer_and_bought_once() {
     assert!(by_request.len() == 5 && by_request.values().all(|n| *n == 1), "{by_request:?}");
     let verified: Value = all[1].ok("sessions/a/ledger/verify", json!({})).await;
     assert_eq!((&verified["ok"], &verified["problems"]), (&json!(true), &json!([])), "{verified}");
+    // What it may reach and spend came along.
+    let egress: Value = all[0].get("sessions/a/egress").await.unwrap();
+    assert_eq!(egress["allow"], json!(["pypi.org", "*.debian.org"]));
     // The new owner buys, with a copy at the one that is left.
     all[0].answered("a", &request(6, "tokens=5")).await;
     assert_eq!(provider.purchases(), 6);
@@ -112,7 +151,7 @@ fn ledger_anywhere(n: &TestNode) -> Vec<u8> {
 async fn without_a_copy_within_reach_the_peer_buys_nothing() {
     let provider = provider().await;
     let mut nodes = gateways(3, &provider).await;
-    nodes[0].create("a").await;
+    nodes[0].create_with("a", 0).await;
     let known = request(1, "tokens=5");
     nodes[0].answered("a", &known).await;
     nodes[0].ok("sessions/a/checkpoint", json!({})).await;
@@ -137,7 +176,7 @@ async fn without_a_copy_within_reach_the_peer_buys_nothing() {
     let all: Vec<&TestNode> = nodes.iter().collect();
     moved(&all).await;
     for body in [&after, &request(3, "tokens=5")] {
-        let called = all[0].call_model("a", body).await;
+        let called = all[0].called("a", body).await;
         let (code, why) = called.refused.clone().unwrap_or_else(|| panic!("{called:?}\n{}", all[0].gateway_log()));
         assert!(called.status == 503 && code == "journal", "{called:?}");
         assert!(why.contains("guest knows of") || why.contains("may have one"), "{why}");
@@ -153,4 +192,69 @@ async fn without_a_copy_within_reach_the_peer_buys_nothing() {
     assert!(all[0].answered("a", &after).await == first, "the copy is back, and serves");
     assert_eq!(provider.purchases(), 2);
     drop(dead);
+}
+
+#[tokio::test]
+async fn what_a_session_may_reach_and_spend_moves_with_it() {
+    let provider = provider().await;
+    let mut nodes = gateways(3, &provider).await;
+    nodes[0].create_with("a", 0).await;
+    nodes[0].answered("a", &request(1, "tokens=5")).await;
+    nodes[1].put("sessions/a/egress", json!({ "allow": ["example.org:444"] })).await;
+    // A budget refuses calls of a model that has no price, such as the stand-in's.
+    nodes[2].put("gateway/budgets", json!({ "session": "a", "limit": "7.50" })).await;
+    let refused = async |n: &TestNode, which: u32| {
+        let called = n.called("a", &request(which, "tokens=5")).await;
+        assert_eq!((called.status, called.refused.clone().map(|r| r.0).as_deref()), (402, Some("budget")), "{called:?}");
+    };
+    refused(&nodes[0], 2).await;
+    let e = nodes[2].request("PUT", "gateway/budgets").json(&json!({ "session": "a", "limit": "much" })).send().await.unwrap();
+    assert!(e.status().is_client_error(), "{}", e.text().await.unwrap());
+    nodes[0].ok("sessions/a/checkpoint", json!({})).await;
+    {
+        let all: Vec<&TestNode> = nodes.iter().collect();
+        durable(&all, all[0], "a").await;
+    }
+    let dead = nodes.remove(0).kill_everything();
+    let all: Vec<&TestNode> = nodes.iter().collect();
+    moved(&all).await;
+    refused(all[0], 3).await;
+    assert_eq!(provider.purchases(), 1);
+    let egress: Value = all[0].get("sessions/a/egress").await.unwrap();
+    assert_eq!(egress["allow"], json!(["example.org:444"]));
+    for n in &all {
+        let rows = n.rows("gateway/budgets").await;
+        assert!(rows.iter().any(|r| r["name"] == "a" && r["limit"] == "7.50"), "{rows:?}");
+    }
+    drop(dead);
+}
+
+#[tokio::test]
+async fn a_bought_call_is_followed_by_a_checkpoint_of_its_own() {
+    let provider = provider().await;
+    let mut n = TestNode::with_image().await;
+    n.real_gateway();
+    let settings = json!({ "name": "test", "dialect": "anthropic", "base_url": format!("http://{}", provider.address) });
+    n.ok("gateway/providers", settings).await;
+    n.ok("gateway/keys", json!({ "provider": "test", "secret": "sk-of-this-node" })).await;
+    n.create_with("off", 0).await;
+    n.create_with("a", 3600).await;
+    n.answered("off", &request(1, "tokens=5")).await;
+    let calls = async |n: &TestNode, name: &str| -> Vec<u64> {
+        let list: Vec<ks_proto::api::Checkpoint> = n.get(&format!("sessions/{name}/checkpoints")).await.unwrap();
+        list.iter().filter(|c| c.reason == "call").map(|c| c.created_unix_ms).collect()
+    };
+    for round in 1..=2 {
+        for k in 0..3 {
+            n.answered("a", &request(10 * round + k, "tokens=5")).await;
+        }
+        until("the checkpoint after a call", &[&n], async || (calls(&n, "a").await.len() == round as usize).then_some(())).await;
+    }
+    let at = calls(&n, "a").await;
+    assert!(at[1] - at[0] >= 4_900, "{at:?}: at most one in five seconds");
+    // What the session was told of is in it: it comes back, and asks nothing again.
+    n.ok("sessions/a/kill", json!({})).await;
+    n.answered("a", &request(99, "tokens=5")).await;
+    assert_eq!((calls(&n, "off").await.len(), provider.purchases()), (0, 8));
+    assert!(n.end_ksd().success());
 }

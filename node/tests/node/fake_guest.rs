@@ -74,8 +74,20 @@ async fn open(opens: &Opens) -> std::io::Result<impl AsyncRead + AsyncWrite + Un
     Ok(rx.await.map_err(std::io::Error::other)?.compat())
 }
 
-/// Calls a model over a stream of the guest's own, as its relay would, and reads the answer to its end.
-async fn call(opens: &Opens, memory: &Mutex<Memory>, path: &str, body: &str) -> std::io::Result<Called> {
+/// Calls a model over a stream of the guest's own, as its relay would, and reads the answer to its end. A stream that breaks is told as
+/// such: a relay would come back.
+async fn call(opens: &Opens, memory: &Mutex<Memory>, path: &str, body: &str) -> Called {
+    let mut called = Called::default();
+    if let Err(e) = try_call(opens, memory, (path, body), &mut called).await {
+        called.cut = Some(format!("{BROKE}{e}"));
+    }
+    called
+}
+
+/// How [`Called::cut`] begins when the stream broke.
+pub const BROKE: &str = "the stream broke: ";
+
+async fn try_call(opens: &Opens, memory: &Mutex<Memory>, (path, body): (&str, &str), called: &mut Called) -> std::io::Result<()> {
     let mut stream = open(opens).await?;
     let ask = {
         let t = &mut memory.lock().unwrap().timeline;
@@ -95,7 +107,6 @@ async fn call(opens: &Opens, memory: &Mutex<Memory>, path: &str, body: &str) -> 
     write_message(&mut stream, &RelayAsk::Call(ask)).await?;
     stream.write_all(&BodyFrame::Data(body.as_bytes().to_vec()).encode()).await?;
     stream.write_all(&BodyFrame::End.encode()).await?;
-    let mut called = Called::default();
     while called.status == 0 {
         match read_message(&mut stream).await? {
             RelayAnswer::Accepted { seq } => {
@@ -106,7 +117,7 @@ async fn call(opens: &Opens, memory: &Mutex<Memory>, path: &str, body: &str) -> 
             RelayAnswer::Head { status, .. } => called.status = status,
             RelayAnswer::Refused { status, code, message } => {
                 (called.status, called.refused) = (status, Some((code, message)));
-                return Ok(called);
+                return Ok(());
             }
             other => return Err(std::io::Error::other(format!("{other:?}"))),
         }
@@ -128,7 +139,7 @@ async fn call(opens: &Opens, memory: &Mutex<Memory>, path: &str, body: &str) -> 
         }
     }
     called.body = String::from_utf8(text).map_err(std::io::Error::other)?;
-    Ok(called)
+    Ok(())
 }
 
 #[derive(Clone)]
@@ -215,7 +226,7 @@ impl FakeGuest {
             GuestRequest::Exec { argv, .. } if ["relay", "call"].contains(&argv[0].as_str()) => {
                 write_message(&mut s, &ok).await?;
                 let answer = match argv.as_slice() {
-                    [_, path, body] => serde_json::to_vec(&call(&opens, &self.memory, path, body).await?)?,
+                    [_, path, body] => serde_json::to_vec(&call(&opens, &self.memory, path, body).await)?,
                     _ => relay(&opens, &argv[1]).await?,
                 };
                 s.write_all(&ExecFrame::Stdout(answer).encode()).await?;

@@ -126,6 +126,37 @@ fn a_stale_run_cannot_commit_a_checkpoint() {
 }
 
 #[test]
+fn what_a_session_may_reach_and_spend_goes_with_it_and_a_child_may_reach_the_same() {
+    let outside = |allow: Option<&[&str]>, budget: Option<&str>| Command::SetOutside {
+        id: sid(1),
+        allow: allow.map(|a| a.iter().map(|s| (*s).to_owned()).collect()),
+        budget: budget.map(str::to_owned),
+    };
+    let many: Vec<&str> = vec!["example.org"; limits::ALLOW_MAX + 1];
+    let long = "x".repeat(limits::ALLOW_BYTES_MAX + 1);
+    let s = check(vec![
+        (outside(Some(&[]), None), "no session"),
+        (create(1, "a", None), "0.1.0"),
+        (outside(Some(&["pypi.org", "*.debian.org"]), None), "done"),
+        (outside(None, Some("2.50")), "done"),
+        (outside(Some(&many), None), "at most 1024"),
+        (outside(Some(&[&long]), None), "at most 1024"),
+        (outside(None, Some(&long)), "longer than"),
+        (begin(1, 255), "0.1.1"),
+        (commit(1, 1, 10), "c1"),
+        (assign(1, 4), "0.2.1"),
+        (create(2, "b", Some((1, 10))), "0.1.0"),
+    ]);
+    let of = |n: u8| (s.sessions[&sid(n)].allow.clone().unwrap_or_default().len(), s.sessions[&sid(n)].budget.clone());
+    assert_eq!((of(1), of(2)), ((2, Some("2.50".into())), (2, None)));
+    // A record and a command of a version that knew of neither.
+    let mut old = serde_json::to_value(&s.sessions[&sid(1)]).unwrap();
+    old.as_object_mut().unwrap().retain(|k, _| k != "allow" && k != "budget");
+    let old: SessionRecord = serde_json::from_value(old).unwrap();
+    assert_eq!((old.allow, old.budget), (None, None));
+}
+
+#[test]
 fn names_are_unique_among_live_sessions_and_free_again_after_removal() {
     check(vec![
         (create(1, "a", None), "0.1.0"),

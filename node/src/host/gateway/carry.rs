@@ -4,6 +4,7 @@ use crate::host::channel::GuestStream;
 use crate::host::clock;
 use crate::host::vm::LiveVm;
 use crate::node::Node;
+use ks_proto::SessionId;
 use ks_proto::api::ApiError;
 use ks_proto::gateway::{AdminAsk, Stamp};
 use ks_proto::relay::{CALLS_MAX, RelayAnswer, encode_message};
@@ -62,6 +63,7 @@ async fn carry(node: &Arc<Node>, mut stream: GuestStream, run: &Run) {
         let (mut socket, process) = node.gateway.connect().await?;
         let mut told = run.told.lock().await;
         if *told != process {
+            tell_outside(node, run.stamp.session).await?;
             tell_lease(node, &run.stamp).await?;
             *told = process;
         }
@@ -81,6 +83,22 @@ async fn carry(node: &Arc<Node>, mut stream: GuestStream, run: &Run) {
             }
         }
     }
+}
+
+/// Tells the gateway what the replicated state says of a session: what it may reach, and what it may spend.
+async fn tell_outside(node: &Node, session: SessionId) -> Result<(), ApiError> {
+    let (allow, budget) = match node.state.read().sessions.get(&session) {
+        Some(r) => (r.allow.clone(), r.budget.clone()),
+        None => return Ok(()),
+    };
+    if let Some(allow) = allow {
+        node.gateway.admin(AdminAsk::EgressSet { session, allow }).await?;
+    }
+    if let Some(limit) = budget {
+        let limit = Some(limit).filter(|l| !l.is_empty());
+        node.gateway.admin(AdminAsk::BudgetSet { user: String::new(), session: Some(session), limit }).await?;
+    }
+    Ok(())
 }
 
 /// Tells the gateway the node's present lease, if it is one.
