@@ -12,8 +12,8 @@ use ks_proto::api::Session;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Largest usage export.
-const EXPORT_MAX: u64 = 20 << 20;
+/// Largest usage export: it goes to the gateway in one message. A day of a model is a line of some 200 bytes.
+const EXPORT_MAX: u64 = 800 << 10;
 
 /// Does what `ks ledger ...` asks.
 pub async fn run(ctx: &Ctx, a: args::Ledger) -> Res<u8> {
@@ -170,7 +170,7 @@ async fn other(ctx: &Ctx, act: args::LedgerAct) -> Res<u8> {
             let got: Value =
                 node.call(&format!("/v1/sessions/{name}/ledger/verify"), &json!({ "tree": tree }), &mut ctx.bar()).await?;
             let ok = got["ok"].as_bool().unwrap_or(false);
-            let text = pretty(&got);
+            let text = verified(&name, &got);
             ctx.result(&with_schema("ks.ledger-verify.v1", got), || text)?;
             Ok(u8::from(!ok))
         }
@@ -179,8 +179,9 @@ async fn other(ctx: &Ctx, act: args::LedgerAct) -> Res<u8> {
             let export = read_export(&file)?;
             let body = json!({ "provider": provider, "export": export, "apply": apply });
             let got: Value = node.call(&format!("/v1/sessions/{name}/ledger/reconcile"), &body, &mut ctx.bar()).await?;
-            let text = pretty(&got);
+            let (text, hint) = (reconciled(&got), hint(&got, apply));
             ctx.result(&with_schema("ks.ledger-reconcile.v1", got), || text)?;
+            ctx.note(&hint);
             Ok(0)
         }
         args::LedgerAct::Resolve { session, seq, outcome, cost, note } => {
@@ -194,8 +195,79 @@ async fn other(ctx: &Ctx, act: args::LedgerAct) -> Res<u8> {
     }
 }
 
-fn pretty(v: &Value) -> String {
-    serde_json::to_string_pretty(v).unwrap_or_default() + "\n"
+/// What `verify` found, in words.
+fn verified(name: &str, got: &Value) -> String {
+    let n = |v: &Value| v.as_u64().unwrap_or(0);
+    let mut out = String::new();
+    for problem in got["problems"].as_array().into_iter().flatten().filter_map(Value::as_str) {
+        out += &format!("{}\n", clean(problem));
+    }
+    let totals = &got["totals"];
+    out += &format!(
+        "{}: {} lines, {} bought for ${}, {} of unknown end, {} served again: {}\n",
+        clean(name),
+        n(&got["lines"]),
+        human::count(n(&totals["purchases"]), "call"),
+        totals["cost"].as_str().unwrap_or("?"),
+        n(&totals["unknown"]),
+        n(&totals["served"]),
+        if got["ok"] == true { "chain and sums are right" } else { "not in order" },
+    );
+    out
+}
+
+/// Tokens of one side: all input, and output.
+fn tokens(v: &Value) -> String {
+    let n = |k: &str| v[k].as_u64().unwrap_or(0);
+    let input = ["input", "cache_read", "cache_write_5m", "cache_write_1h"].iter().fold(0u64, |sum, k| sum.saturating_add(n(k)));
+    format!("{input} + {}", n("output"))
+}
+
+/// Day by day and model by model, what each side says; then what that means for calls of unknown end.
+fn reconciled(got: &Value) -> String {
+    let (l, r) = (Align::Left, Align::Right);
+    let mut t =
+        Table::new(&[("DAY", l), ("MODEL", l), ("LEDGER IN + OUT", r), ("PROVIDER IN + OUT", r), ("UNKNOWN", r), ("VERDICT", l)]);
+    let text = |v: &Value| v.as_str().unwrap_or_default().to_owned();
+    for c in got["compared"].as_array().into_iter().flatten() {
+        let unknown = c["unknown"].as_array().map_or(0, Vec::len);
+        t.row(vec![
+            text(&c["day"]),
+            text(&c["model"]),
+            tokens(&c["ours"]),
+            tokens(&c["theirs"]),
+            unknown.to_string(),
+            text(&c["verdict"]),
+        ]);
+    }
+    let mut out = t.render();
+    for p in got["proposals"].as_array().into_iter().flatten() {
+        let what = &p["resolution"];
+        let found = match what["found"].as_str() {
+            Some("billed") => {
+                let cost = what["cost"].as_str().map_or_else(|| "no price is known".to_owned(), |c| format!("${c}"));
+                format!("billed, {} tokens, {cost}", tokens(&what["usage"]))
+            }
+            _ => "not billed".to_owned(),
+        };
+        out += &format!("call {} of session {}: {found}\n", p["of"].as_u64().unwrap_or(0), clean(&text(&p["session"])));
+    }
+    out
+}
+
+fn hint(got: &Value, apply: bool) -> String {
+    let all = |v: &Value| v.as_array().map_or(0, Vec::len);
+    let proposals = all(&got["proposals"]);
+    let unknown: usize = got["compared"].as_array().into_iter().flatten().map(|c| all(&c["unknown"])).sum();
+    let of = |n: usize, what: &str| human::count(n as u64, what);
+    match (proposals, unknown) {
+        (0, 0) => "no call of this provider has an unknown end".to_owned(),
+        (0, n) => {
+            format!("the export does not tell what became of {}; `ks ledger resolve SESSION CALL` says it by hand", of(n, "call"))
+        }
+        (n, _) if apply => format!("{} resolved in the ledger", of(n, "call")),
+        (n, _) => format!("nothing was changed; --apply writes what it says of {} into the ledger", of(n, "call")),
+    }
 }
 
 fn read_export(file: &std::path::Path) -> Res<String> {
@@ -203,7 +275,11 @@ fn read_export(file: &std::path::Path) -> Res<String> {
         |why: String| Failure::usage(format!("cannot read {}", file.display()), why, "give the provider's CSV or JSON export");
     let size = std::fs::metadata(file).map_err(|e| bad(e.to_string()))?.len();
     if size > EXPORT_MAX {
-        return Err(bad(format!("it has {}", human::mib(size))));
+        return Err(bad(format!(
+            "it has {}, at most {} are read: export fewer days, grouped by model",
+            human::mib(size),
+            human::mib(EXPORT_MAX)
+        )));
     }
     std::fs::read_to_string(file).map_err(|e| bad(e.to_string()))
 }
@@ -279,6 +355,35 @@ async fn descendants(node: &Node, name: &str) -> Res<Vec<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_compared_is_told_in_words() {
+        let usage = |i: u64, o: u64| json!({"input": i, "cache_read": 1, "cache_write_5m": 0, "cache_write_1h": 0, "output": o});
+        let mut got = json!({
+            "provider": "anthropic",
+            "compared": [{"day": "2026-11-30", "model": "m\u{1b}[2J", "ours": usage(2, 5), "theirs": usage(4, 9), "unknown": [["ab", 7]], "verdict": "more"}],
+            "proposals": [{"session": "ab", "of": 7, "resolution": {"found": "billed", "usage": usage(1, 4), "cost": "0.25"}}],
+        });
+        let text = reconciled(&got);
+        assert!(
+            text.contains("3 + 5")
+                && text.contains("5 + 9")
+                && text.contains("call 7 of session ab: billed, 2 + 4 tokens, $0.25")
+        );
+        assert!(!text.contains('\u{1b}'), "{text:?}");
+        assert!(hint(&got, false).contains("--apply") && hint(&got, true).starts_with("1 call resolved"));
+        got["proposals"] = json!([]);
+        assert!(hint(&got, false).contains("ks ledger resolve"));
+        got["compared"] = json!([]);
+        assert!(hint(&got, false).contains("no call"));
+        let told =
+            json!({"ok": false, "lines": 3, "problems": ["line 2 is another"], "totals": {"purchases": 1, "cost": "0.05"}});
+        let text = verified("a", &told);
+        assert!(
+            text.starts_with("line 2 is another\na: 3 lines, 1 call bought for $0.05") && text.contains("not in order"),
+            "{text}"
+        );
+    }
 
     #[test]
     fn cells_are_quoted_and_no_formula_gets_through() {

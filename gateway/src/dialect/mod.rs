@@ -6,7 +6,7 @@ mod response;
 #[cfg(test)]
 mod wire_facts;
 
-pub use request::{inject_usage, request_facts, scrub_path};
+pub use request::{SECRET_PARAMETERS, inject_usage, request_facts, scrub_path};
 pub use response::{HOLD_MAX, Head, ResponseScan, provider_request_id};
 
 use crate::usage::Usage;

@@ -4,8 +4,8 @@
 use super::{BYTES_PER_TOKEN, Dialect, Family, Profile, RequestFacts};
 use crate::json::{Path, Scalar, Scan, Sink};
 
-/// Query parameters that are credentials.
-const SECRET_PARAMETERS: &[&str] = &["key", "api_key", "api-key", "apikey", "access_token", "token", "auth"];
+/// Query parameters that are credentials: neither sent on as a guest wrote them, nor written down.
+pub const SECRET_PARAMETERS: &[&str] = &["key", "api_key", "api-key", "apikey", "access_token", "token", "auth"];
 
 #[derive(Debug, Default)]
 struct Asked {
@@ -179,12 +179,30 @@ pub fn scrub_path(path: &str) -> String {
     let kept: Vec<&str> = query
         .split('&')
         .filter(|p| {
-            let name = p.split('=').next().unwrap_or("");
-            // An escaped name may be any: it is not kept.
-            !name.contains('%') && !SECRET_PARAMETERS.iter().any(|s| name.eq_ignore_ascii_case(s))
+            let name = unescaped(p.split('=').next().unwrap_or(""));
+            !p.is_empty() && !SECRET_PARAMETERS.iter().any(|s| name.eq_ignore_ascii_case(s.as_bytes()))
         })
         .collect();
     if kept.is_empty() { endpoint.to_owned() } else { format!("{endpoint}?{}", kept.join("&")) }
+}
+
+/// A parameter's name as a server reads it.
+fn unescaped(name: &str) -> Vec<u8> {
+    let (bytes, mut out, mut at) = (name.as_bytes(), Vec::new(), 0);
+    let digit = |b: Option<&u8>| b.and_then(|b| char::from(*b).to_digit(16)).and_then(|d| u8::try_from(d).ok());
+    while let Some(b) = bytes.get(at) {
+        match (b, digit(bytes.get(at + 1)), digit(bytes.get(at + 2))) {
+            (b'%', Some(high), Some(low)) => {
+                out.push(high * 16 + low);
+                at += 3;
+            }
+            _ => {
+                out.push(*b);
+                at += 1;
+            }
+        }
+    }
+    out
 }
 
 #[cfg(test)]
@@ -267,6 +285,9 @@ mod tests {
         assert_eq!(scrub_path("/v1/m:x?key=SECRET&alt=sse"), "/v1/m:x?alt=sse");
         assert_eq!(scrub_path("/v1/m?KEY=SECRET"), "/v1/m");
         assert_eq!(scrub_path("/v1/m?k%65y=SECRET&a=1#key=SECRET"), "/v1/m?a=1");
+        assert_eq!(scrub_path("/v1/m?%4B%45%59=SECRET&&a=1"), "/v1/m?a=1");
+        // Others may be escaped as they like.
+        assert_eq!(scrub_path("/v1/m?include%5B%5D=a&monkey=1&%zz=2&%"), "/v1/m?include%5B%5D=a&monkey=1&%zz=2&%");
         assert_eq!(scrub_path("/v1/m"), "/v1/m");
     }
 

@@ -7,7 +7,7 @@ use crate::dialect::Outcome;
 use crate::price::{PriceTable, without_date};
 use crate::usage::Usage;
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// One model on one UTC day.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -43,6 +43,10 @@ const AGREE: &str = "agrees";
 const MORE: &str = "the provider billed more than the ledger has";
 /// The ledger has more.
 const LESS: &str = "the ledger has more than the provider billed";
+/// Nothing can be said of a day that the export does not have.
+const NO_DAY: &str = "the export does not have this day";
+/// It does not name the model, and more was billed under other names on this day or the next.
+const OTHER_NAME: &str = "the export does not name this model; it may be billed under another name";
 /// The difference is one unknown purchase.
 const ONE: &str = "the difference is taken to be the one purchase whose end is unknown";
 
@@ -57,8 +61,11 @@ pub fn reconcile(provider: &str, purchases: &[Purchase], export: &Export, table:
         all.entry(key.clone()).or_insert(Compared { day, model, ours, theirs, unknown: vec![], verdict: AGREE });
         key
     };
+    let (mut days, mut named) = (BTreeSet::new(), BTreeSet::new());
     for r in &export.rows {
         let key = row(&mut all, r.day.clone(), base(&r.model));
+        days.insert(r.day.clone());
+        named.insert(key.clone());
         if let Some(c) = all.get_mut(&key) {
             c.theirs = c.theirs.plus(&r.usage);
         }
@@ -76,11 +83,21 @@ pub fn reconcile(provider: &str, purchases: &[Purchase], export: &Export, table:
         }
         c.ours = c.ours.plus(&usage);
     }
+    let excess: BTreeSet<String> = all
+        .values()
+        .filter(|c| minus(&c.theirs, &c.ours).is_some_and(|rest| rest != Usage::default()))
+        .map(|c| c.day.clone())
+        .collect();
     let mut proposals = Vec::new();
     for c in all.values_mut() {
         let rest = minus(&c.theirs, &c.ours);
+        // A call that is sent at midnight may be billed on the next day.
+        let near = |day: &String| excess.contains(day) || next_day(day).is_some_and(|d| excess.contains(&d));
+        let listed = named.contains(&(c.day.clone(), c.model.clone()));
         c.verdict = match (&rest, c.unknown.len()) {
+            _ if !days.contains(&c.day) => NO_DAY,
             (None, _) => LESS,
+            (Some(_), unknown) if unknown > 0 && !listed && near(&c.day) => OTHER_NAME,
             (Some(r), _) if *r == Usage::default() => AGREE,
             (Some(_), 1) => ONE,
             (Some(_), _) => MORE,
@@ -98,6 +115,27 @@ pub fn reconcile(provider: &str, purchases: &[Purchase], export: &Export, table:
         }
     }
     (all.into_values().collect(), proposals)
+}
+
+/// The day after `YYYY-MM-DD`.
+fn next_day(day: &str) -> Option<String> {
+    let mut parts = day.splitn(3, '-').map(|p| p.parse::<u32>().ok());
+    let (y, m, d) = (parts.next()??, parts.next()??, parts.next()??);
+    let leap = (y.is_multiple_of(4) && !y.is_multiple_of(100)) || y.is_multiple_of(400);
+    let last = match m {
+        2 if leap => 29,
+        2 => 28,
+        4 | 6 | 9 | 11 => 30,
+        _ => 31,
+    };
+    let (y, m, d) = if d < last {
+        (y, m, d + 1)
+    } else if m < 12 {
+        (y, m + 1, 1)
+    } else {
+        (y + 1, 1, 1)
+    };
+    Some(format!("{y:04}-{m:02}-{d:02}"))
 }
 
 /// None if any bucket would be negative.

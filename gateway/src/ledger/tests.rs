@@ -230,6 +230,19 @@ fn an_unknown_purchase_is_shown_until_the_export_settles_it() {
     let Resolution::Billed { usage, cost, .. } = &proposals[0].resolution else { panic!() };
     assert_eq!((usage.input, usage.output, cost.unwrap().to_string().as_str()), (500, 10, "0.00055"));
     assert_eq!(compare(&anthropic(999, 200)).1, []);
+    // What the export does not speak of is not taken as not billed: another day, or the model under another name.
+    let other_day = anthropic(1000, 200).replace("2026-11-30", "2026-11-29");
+    let (rows, none) = compare(&other_day);
+    assert_eq!((rows[1].verdict, none), ("the export does not have this day", vec![]));
+    let alone = [Purchase { model: "alias".into(), ..purchases[1].clone() }];
+    let of_alias = |csv: &str| reconcile("anthropic", &alone, &Export::parse(csv).unwrap(), &table);
+    let next_day = anthropic(0, 0) + anthropic(1500, 210).replace("2026-11-30", "2026-12-01").lines().nth(1).unwrap();
+    for csv in [anthropic(1500, 210), next_day] {
+        let (rows, proposals) = of_alias(&csv);
+        let ours = rows.iter().find(|r| !r.unknown.is_empty()).unwrap();
+        assert!(proposals.is_empty() && ours.verdict.contains("another name"), "{csv}\n{rows:?}");
+    }
+    assert_eq!(of_alias(&anthropic(0, 0)).1.len(), 1, "a whole day on which nothing was billed");
     // What is appended resolves it.
     let mut chain = ledger.chain();
     let line = chain

@@ -1,7 +1,8 @@
 //! Which headers pass: from the guest to a provider, and from a provider to the guest.
 //!
 //! Hop-by-hop headers end here. Everything by which a guest could say who it is or where the call goes (authorization, keys, cookies,
-//! Host, forwarding) ends here too: the key is the vault's and the host the provider's. `?key=` is taken out of a path.
+//! Host, forwarding) ends here too: the key is the vault's and the host the provider's. What a path says of keys ends in
+//! [`ks_gateway::dialect::scrub_path`], for what is sent and for what is written down.
 
 /// Names that no request carries on.
 const NOT_UP: [&str; 26] = [
@@ -75,13 +76,6 @@ pub fn needed(headers: &[(String, String)]) -> Vec<(String, String)> {
     headers.iter().filter(|(n, _)| keep.iter().any(|k| n.eq_ignore_ascii_case(k))).cloned().collect()
 }
 
-/// The path without a `key=` in its query.
-pub fn path_without_key(path: &str) -> String {
-    let Some((place, query)) = path.split_once('?') else { return path.to_owned() };
-    let kept: Vec<&str> = query.split('&').filter(|p| !p.is_empty() && p.split('=').next() != Some("key")).collect();
-    if kept.is_empty() { place.to_owned() } else { format!("{place}?{}", kept.join("&")) }
-}
-
 /// The first value of a header.
 pub fn value<'a>(headers: &'a [(String, String)], name: &str) -> Option<&'a str> {
     headers.iter().find(|(n, _)| n.eq_ignore_ascii_case(name)).map(|(_, v)| v.as_str())
@@ -116,13 +110,5 @@ mod tests {
         let names: Vec<String> = downward(&answered).into_iter().map(|(n, _)| n).collect();
         assert_eq!(names, ["retry-after", "x-should-retry"]);
         assert!(wants_upgrade(&[h("connection", "Upgrade")]) && !wants_upgrade(&asked));
-    }
-
-    #[test]
-    fn a_key_in_the_query_is_taken_out() {
-        assert_eq!(path_without_key("/v1beta/models/m:x?alt=sse&key=dummy"), "/v1beta/models/m:x?alt=sse");
-        assert_eq!(path_without_key("/a?key=dummy"), "/a");
-        assert_eq!(path_without_key("/a?monkey=1"), "/a?monkey=1");
-        assert_eq!(path_without_key("/a"), "/a");
     }
 }

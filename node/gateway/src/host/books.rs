@@ -167,7 +167,11 @@ pub async fn resolve(
     match unknown {
         Some(p) if p.outcome == Some(Outcome::Unknown) && !p.resolved => {}
         Some(p) => {
-            let why = format!("call {seq} is not unknown: {:?}", p.outcome).to_lowercase();
+            let why = match p.outcome {
+                _ if p.resolved => format!("call {seq} was resolved before"),
+                Some(end) => format!("the end of call {seq} is known: {end:?}").to_lowercase(),
+                None => format!("call {seq} is under way"),
+            };
             return Err(Refused::new("outcome", what, why, "only a call whose end is unknown can be resolved, once"));
         }
         None => return Err(Refused::new("no-entry", what, format!("there is no purchase {seq}"), "ks ledger shows them")),

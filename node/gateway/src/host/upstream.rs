@@ -12,6 +12,7 @@ use hyper::header::{HeaderName, HeaderValue};
 use hyper::{Request, Response};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
+use ks_gateway::dialect::scrub_path;
 use ks_proto::gateway::Provider;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -119,7 +120,7 @@ fn url(base: &str, path: &str) -> String {
 }
 
 fn request(provider: &Provider, out: Outgoing<'_>) -> Result<Request<Full<Bytes>>, String> {
-    let mut builder = Request::builder().method(out.method).uri(url(&provider.base_url, &headers::path_without_key(out.path)));
+    let mut builder = Request::builder().method(out.method).uri(url(&provider.base_url, &scrub_path(out.path)));
     let list = builder.headers_mut().ok_or("the request's method or path is none")?;
     for (name, value) in headers::upward(out.headers) {
         let name = HeaderName::try_from(&name).map_err(|_| format!("{name:?} is no header name"))?;
@@ -175,5 +176,18 @@ mod tests {
         assert_eq!(r.headers().get_all("authorization").iter().count(), 1);
         assert_eq!(r.headers()["authorization"], "Bearer sk-real");
         assert!(!r.headers().contains_key("host") && !format!("{r:?}").contains("sk-real"));
+        // What is sent and what is written down end the same parameters.
+        for name in ks_gateway::dialect::SECRET_PARAMETERS {
+            for name in [(*name).to_owned(), name.to_uppercase(), name.bytes().map(|b| format!("%{b:02x}")).collect()] {
+                let path = format!("/v1/x?alt=sse&{name}=guests-own&include%5B%5D=a");
+                let out = Outgoing { method: "POST", path: &path, headers: &headers, body: Bytes::new(), key: "sk-real" };
+                let sent = request(&provider, out).unwrap().uri().path_and_query().unwrap().to_string();
+                assert_eq!(
+                    (sent.as_str(), scrub_path(&path).as_str()),
+                    ("/v1/x?alt=sse&include%5B%5D=a", sent.as_str()),
+                    "{name}"
+                );
+            }
+        }
     }
 }
