@@ -5,7 +5,7 @@ use crate::node::Node;
 use ks_blobs::{Kept, Retention};
 use ks_proto::{CheckpointId, SessionId};
 use ks_raft::Command;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,6 +13,10 @@ use std::time::Duration;
 const EVERY: Duration = Duration::from_secs(600);
 /// What is younger is left alone by the collection.
 const GRACE_MS: u64 = 600_000;
+
+/// Checkpoints after model calls come every few seconds: of those older than this, the last one of each minute stays.
+const CALLS_KEPT_MS: u64 = 120_000;
+const MINUTE_MS: u64 = 60_000;
 
 /// Rounds for as long as the node lives.
 pub async fn run(node: std::sync::Weak<Node>) {
@@ -85,7 +89,11 @@ fn thin(node: &Arc<Node>) -> Result<(), String> {
                     latest: false,
                 })
                 .collect();
-            (s.id, Retention::default().to_drop(&rows, now))
+            let calls: BTreeSet<u64> =
+                s.checkpoints.values().filter(|c| c.info.reason == "call").map(|c| c.info.number).collect();
+            let mut drop: BTreeSet<u64> = Retention::default().to_drop(&rows, now).into_iter().collect();
+            drop.extend(superseded(&rows, &calls, now));
+            (s.id, drop.into_iter().collect::<Vec<u64>>())
         };
         state.sessions.values().filter(|s| !s.tombstone && s.owner == me).map(plan).filter(|p| !p.1.is_empty()).collect()
     };
@@ -93,6 +101,20 @@ fn thin(node: &Arc<Node>) -> Result<(), String> {
         node.state.apply(Command::DropCheckpoints { id, numbers }).map_err(|e| e.to_string())?;
     }
     Ok(())
+}
+
+/// Checkpoints among `calls` that a later one of the same minute makes useless. The newest of all, and what is kept for a reason, stay.
+fn superseded(rows: &[Kept], calls: &BTreeSet<u64>, now: u64) -> Vec<u64> {
+    let newest = rows.iter().map(|r| r.number).max();
+    let old = |r: &&Kept| r.created_ms.saturating_add(CALLS_KEPT_MS) < now;
+    let of_calls: Vec<&Kept> = rows.iter().filter(|r| calls.contains(&r.number)).filter(old).collect();
+    let mut last: BTreeMap<u64, u64> = BTreeMap::new();
+    for r in &of_calls {
+        let number = last.entry(r.created_ms / MINUTE_MS).or_default();
+        *number = (*number).max(r.number);
+    }
+    let stays = |r: &Kept| r.pinned || Some(r.number) == newest || last.get(&(r.created_ms / MINUTE_MS)) == Some(&r.number);
+    of_calls.into_iter().filter(|r| !stays(r)).map(|r| r.number).collect()
 }
 
 #[cfg(test)]
@@ -109,6 +131,27 @@ mod tests {
     use serde_json::json;
 
     const HOUR: u64 = 3_600_000;
+
+    #[test]
+    fn of_checkpoints_after_calls_the_last_of_each_minute_stays() {
+        let now = 100 * MINUTE_MS;
+        let row = |number: u64, s: u64, pinned| Kept {
+            number,
+            created_ms: 90 * MINUTE_MS + s * 1000,
+            pinned,
+            fork_point: false,
+            latest: false,
+        };
+        // Two minutes of them, five seconds apart; one is pinned, one was asked for, and the last two minutes are left alone.
+        let mut rows: Vec<Kept> = (0..24).map(|n| row(n + 1, n * 5, n == 3)).collect();
+        rows.extend([row(25, 9 * 60, false), row(26, 9 * 60 + 5, false)]);
+        let calls: BTreeSet<u64> = (1..=26).filter(|n| *n != 6).collect();
+        let gone = superseded(&rows, &calls, now);
+        let stay: Vec<u64> = (1..=26).filter(|n| !gone.contains(n)).collect();
+        assert_eq!(stay, [4, 6, 12, 24, 25, 26]);
+        assert_eq!(superseded(&rows[..11], &calls, now), [1, 2, 3, 5, 7, 8, 9, 10], "the newest stays");
+        assert!(superseded(&rows, &BTreeSet::new(), now).is_empty());
+    }
 
     struct Setup {
         node: Arc<Node>,
