@@ -17,7 +17,7 @@
 //! GET    /v1/sessions/S/logs?lines=N                text
 //! PUT    /v1/sessions/S/files?path=P                tar body, unpacked in the guest
 //! GET    /v1/sessions/S/files?path=P                tar body
-//! GET    /v1/sessions/S/exec | attach               WebSocket: first a text message ExecStart, then binary
+//! GET    /v1/sessions/S/exec | attach?wake=0        WebSocket: first a text message ExecStart, then binary
 //!                                                   messages of guest::ExecFrame (type, payload) both ways; a
 //!                                                   refusal is a text message ApiError before the close
 //! ```
@@ -35,7 +35,7 @@ pub struct ApiError {
     /// Always `ks.error.v1`.
     pub schema: String,
     /// Stable, kebab-case: `not-found`, `exists`, `usage`, `not-executable`, `not-allowed`, `busy`, `corrupt`, `incompatible`, `disk-full`,
-    /// `never-checkpointed`, `running`, `guest-silent`, `engine-missing`, `timeout`, `internal`; of a fleet: `no-quorum` (nobody
+    /// `never-checkpointed`, `running`, `resting` (parked, stopped or failed, and not to be woken), `guest-silent`, `engine-missing`, `timeout`, `internal`; of a fleet: `no-quorum` (nobody
     /// leads: nothing can be decided), `lapsed` (this node's lease has run out), `moving` (the session changes its node; ask
     /// again), `unreachable` (the owner cannot be reached), `fenced` (a newer run exists), `token-refused` (join token unknown,
     /// used or expired).
@@ -58,7 +58,7 @@ impl ApiError {
             "not-found" => 404,
             "usage" | "not-executable" => 400,
             "not-allowed" | "token-refused" => 403,
-            "exists" | "busy" | "running" | "never-checkpointed" | "fenced" => 409,
+            "exists" | "busy" | "running" | "resting" | "never-checkpointed" | "fenced" => 409,
             "incompatible" | "corrupt" => 422,
             "disk-full" => 507,
             "timeout" | "guest-silent" => 504,

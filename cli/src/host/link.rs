@@ -38,9 +38,14 @@ pub struct Receiver(SplitStream<WebSocketStream<Wire>>);
 #[derive(Debug)]
 pub struct Sender(SplitSink<WebSocketStream<Wire>, Message>);
 
-/// Opens `exec` or `attach` of a session and sends the start message.
+/// `attach` of `attach?wake=0`.
+fn verb(kind: &str) -> &str {
+    kind.split('?').next().unwrap_or(kind)
+}
+
+/// Opens `exec` or `attach` (with its query, if any) of a session and sends the start message.
 pub async fn open(node: &Node, session: &str, kind: &str, start: &ExecStart) -> Res<(Sender, Receiver)> {
-    let what = format!("{kind} {session}");
+    let what = format!("{} {session}", verb(kind));
     let slow = || {
         Failure::new(
             "timeout",
@@ -77,7 +82,7 @@ async fn connect(node: &Node, session: &str, kind: &str) -> Res<WebSocketStream<
 }
 
 async fn upgrade(node: &Node, wire: Wire, url: &str, session: &str, kind: &str) -> Res<WebSocketStream<Wire>> {
-    let what = format!("{kind} {session}");
+    let what = format!("{} {session}", verb(kind));
     let host = url.split_once("://").map_or(url, |u| u.1);
     let bad = |e: &dyn std::error::Error| Failure::link_lost(&what, root_cause(e));
     rustix::net::sockopt::set_socket_recv_buffer_size(wire.tcp(), RECEIVE_BUFFER).map_err(|e| bad(&e))?;

@@ -60,6 +60,10 @@ pub async fn run(ctx: &Ctx, session: &str) -> Res<u8> {
                 why
             }
             Ended::Refused(e) if seen && passing(&e) => e.why,
+            Ended::Refused(e) if e.code == "resting" => match person.during(gone(&node, session)).await {
+                Ok(words) => break words.unwrap_or(Out::Ended(Ended::Refused(e))),
+                Err(left) => break Out::Ended(left),
+            },
             other @ (Ended::Exit { .. } | Ended::Detached | Ended::Cut | Ended::Refused(_) | Ended::Signal(_)) => {
                 break Out::Ended(other);
             }
@@ -141,12 +145,13 @@ fn passing(e: &ApiError) -> bool {
     )
 }
 
-/// Opens the link again, at the node's new address if it has one. The node may answer at once or not at all.
+/// Opens the link again, at the node's new address if it has one. The node may answer at once or not at all. It must
+/// not wake the session for this: between the end of the link and the word `parked` a second or more may pass.
 async fn reopen(ctx: &Ctx, node: &mut Node, person: &mut Person, session: &str) -> Result<(link::Sender, link::Receiver), Ended> {
     if let Ok(n) = Node::find(ctx) {
         *node = n;
     }
-    match person.during(link::open(node, session, "attach", &start())).await? {
+    match person.during(link::open(node, session, "attach?wake=0", &start())).await? {
         Ok(pair) => Ok(pair),
         Err(f) if passing(&f.error) => Err(Ended::Lost { why: f.error.why, alive: false }),
         Err(f) => Err(Ended::Refused(*f.error)),

@@ -62,7 +62,7 @@ async fn guest(mut s: Socket, shared: Shared) {
     while let Some(Ok(_)) = s.next().await {}
 }
 
-async fn refuse(s: &mut Socket, code: &str) {
+pub async fn refuse(s: &mut Socket, code: &str) {
     let e = json!({"schema": "ks.error.v1", "code": code, "what": "the what", "why": "the why", "next": "the next"});
     s.send(Message::text(e.to_string())).await.unwrap();
     let _ = s.close(None).await;

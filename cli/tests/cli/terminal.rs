@@ -270,6 +270,41 @@ fn a_session_that_was_parked_or_removed_is_not_waited_for() {
 }
 
 #[test]
+fn a_session_that_is_still_being_parked_is_not_woken_by_its_terminal() {
+    for (state, words) in [("parked", "was parked"), ("stopped", "was stopped")] {
+        let slot = std::sync::Arc::new(std::sync::OnceLock::<Shared>::new());
+        let inner = slot.clone();
+        let f = Fake::with_links(
+            // The guest's end of the link goes first; the session rests only when its checkpoint is stored.
+            move |_| Answer::json(&session("a", if inner.wait().with(|s| s.links) < 2 { "running" } else { state }, 1)),
+            |line, mut s, shared| {
+                Box::pin(async move {
+                    started(&mut s, &shared).await;
+                    shared.with(|s| s.said.push(line));
+                    if shared.with(|s| s.links) == 1 {
+                        out(&mut s, "READY").await;
+                        return;
+                    }
+                    crate::exec::refuse(&mut s, "resting").await;
+                    while frame(&mut s, &shared).await.is_some() {}
+                })
+            },
+        );
+        assert!(slot.set(f.shared.clone()).is_ok());
+        let t = Terminal::new(80, 24);
+        let mut c = attach(&f, &t);
+        assert_eq!(ended(&mut c), 0, "{state}: {}", String::from_utf8_lossy(&t.seen()));
+        t.wait(words);
+        let lines: Vec<String> = f.shared.with(|s| s.said.iter().filter(|w| w.starts_with("GET")).cloned().collect());
+        assert_eq!(lines.len(), 2, "{state}: {lines:?}");
+        assert!(
+            lines[0].contains("/attach ") && lines[1].contains("/attach?wake=0 "),
+            "a person wakes, a link does not: {lines:?}"
+        );
+    }
+}
+
+#[test]
 fn exec_in_a_terminal_gets_one_and_passes_the_code() {
     let f = fake(|_, mut s, shared| {
         Box::pin(async move {

@@ -5,15 +5,17 @@
 use super::App;
 use crate::host::guest::{SHORT, read_exec_frame};
 use crate::host::session::SessionHandle;
+use crate::host::vm::LiveVm;
 use crate::node::Node;
 use crate::session::Input;
 use axum::extract::ws::{Message, WebSocket, WebSocketUpgrade};
-use axum::extract::{Path, State};
+use axum::extract::{Path, Query, State};
 use axum::response::Response;
 use futures::stream::{SplitSink, SplitStream};
 use futures::{SinkExt, StreamExt};
-use ks_proto::api::{ApiError, ExecStart};
+use ks_proto::api::{ApiError, ExecStart, SessionState};
 use ks_proto::guest::{EXEC_PAYLOAD_MAX, ExecFrame, GuestRequest};
+use serde::Deserialize;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
@@ -21,20 +23,34 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 const FIRST_MESSAGE: Duration = Duration::from_secs(10);
 /// How long a client that was told the end may take to close.
 const LINGER: Duration = Duration::from_secs(5);
+/// How long a caller that must not wake a session waits for it to run, or to rest.
+const UNWOKEN: Duration = Duration::from_secs(20);
 /// A viewer counts as activity this often.
 const PRESENCE: Duration = Duration::from_secs(5);
 
 pub async fn exec(State(app): State<App>, Path(name): Path<String>, ws: WebSocketUpgrade) -> Response {
-    upgrade(app, name, ws, false)
+    upgrade(app, name, ws, false, true)
 }
 
-pub async fn attach(State(app): State<App>, Path(name): Path<String>, ws: WebSocketUpgrade) -> Response {
-    upgrade(app, name, ws, true)
+/// What a caller says of an attach.
+#[derive(Debug, Deserialize)]
+pub struct Manner {
+    /// `wake=0`: a terminal that only reconnects. A session that rests is then refused (`resting`), never woken.
+    wake: Option<u8>,
 }
 
-fn upgrade(app: App, name: String, ws: WebSocketUpgrade, attach: bool) -> Response {
+pub async fn attach(
+    State(app): State<App>,
+    Path(name): Path<String>,
+    Query(manner): Query<Manner>,
+    ws: WebSocketUpgrade,
+) -> Response {
+    upgrade(app, name, ws, true, manner.wake != Some(0))
+}
+
+fn upgrade(app: App, name: String, ws: WebSocketUpgrade, attach: bool, wake: bool) -> Response {
     ws.max_message_size(EXEC_PAYLOAD_MAX + 1).max_frame_size(EXEC_PAYLOAD_MAX + 1).on_upgrade(move |mut socket| async move {
-        match begin(&app.node, &name, &mut socket, attach).await {
+        match begin(&app.node, &name, &mut socket, attach, wake).await {
             Ok((handle, stream)) => run(handle, socket, stream).await,
             Err(e) => {
                 let text = serde_json::to_string(&e).unwrap_or_default();
@@ -57,6 +73,7 @@ async fn begin(
     name: &str,
     socket: &mut WebSocket,
     attach: bool,
+    wake: bool,
 ) -> Result<(SessionHandle, crate::host::channel::GuestStream), ApiError> {
     let usage = |why: String| ApiError::new("usage", "the first message", why, "client and node may be of different versions");
     let start: ExecStart = match tokio::time::timeout(FIRST_MESSAGE, socket.recv()).await {
@@ -72,9 +89,31 @@ async fn begin(
         GuestRequest::Exec { argv: start.argv, env: start.env, cwd: start.cwd, user: start.user, tty: start.tty }
     };
     let (_, handle) = node.session(name)?;
-    let vm = handle.running().await?;
+    let vm = if wake { handle.running().await? } else { unwoken(&handle).await? };
     let (_, stream) = vm.guest.open(&request, SHORT).await?;
     Ok((handle, stream))
+}
+
+/// The session's VM once it runs, without asking for that: whoever parked or stopped the session meant it.
+async fn unwoken(handle: &SessionHandle) -> Result<Arc<LiveVm>, ApiError> {
+    let mut view = handle.view.clone();
+    let found = view.wait_for(|v| v.vm.is_some() || refusal(v.state, &v.reason).is_some());
+    let late = || ApiError::new("busy", "the session does not run yet", "it is on its way", "try again");
+    let gone = |_| ApiError::new("moving", "the session has left this node", "its machine here has ended", "try again");
+    let v = tokio::time::timeout(UNWOKEN, found).await.map_err(|_| late())?.map_err(gone)?.clone();
+    v.vm.ok_or_else(|| refusal(v.state, &v.reason).unwrap_or_else(late))
+}
+
+/// The refusal of one who must not wake the session; None when it runs or will by itself.
+fn refusal(state: SessionState, reason: &str) -> Option<ApiError> {
+    use SessionState::{Creating, Failed, Parked, Recovering, Running, Starting, Stopped};
+    match state {
+        Parked | Stopped | Failed => {
+            let why = if reason.is_empty() { format!("it is {state}") } else { format!("it is {state}: {reason}") };
+            Some(ApiError::new("resting", "the session is not woken by a terminal that reconnects", why, "`ks attach` wakes it"))
+        }
+        Creating | Starting | Running | Recovering => None,
+    }
 }
 
 async fn run(handle: SessionHandle, socket: WebSocket, stream: crate::host::channel::GuestStream) {
@@ -138,5 +177,20 @@ async fn client_to_guest(mut from: SplitStream<WebSocket>, mut to: impl AsyncWri
             Some(Ok(Message::Ping(_) | Message::Pong(_) | Message::Text(_))) => {}
             Some(Ok(Message::Close(_)) | Err(_)) | None => return,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_session_that_rests_is_refused_to_one_who_must_not_wake_it() {
+        use SessionState::{Creating, Failed, Parked, Recovering, Running, Starting, Stopped};
+        for state in [Parked, Stopped, Failed] {
+            let e = refusal(state, "").expect("it rests");
+            assert!(e.code == "resting" && e.status() == 409 && e.why.contains(&state.to_string()), "{e:?}");
+        }
+        assert!([Creating, Starting, Running, Recovering].iter().all(|s| refusal(*s, "x").is_none()));
     }
 }
