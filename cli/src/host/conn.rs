@@ -2,6 +2,7 @@
 //! live one is known, and at most [`STAGGER`] else. A connection is made before anything is sent over it; what fails
 //! up to there may be tried again with another address whatever the request is.
 
+use super::alive::Watch;
 use super::tls::OTHER_FLEET;
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
@@ -21,47 +22,71 @@ use tokio_rustls::client::TlsStream;
 const STAGGER: Duration = Duration::from_millis(250);
 /// For TCP and TLS together: a host that is stopped completes the first and never the second.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Sent bytes that nobody acknowledges for so long are a dead link.
-const UNACKNOWLEDGED: Duration = Duration::from_secs(8);
+/// A peer that is asked and answers nothing for so long is gone.
+const SILENCE: Duration = Duration::from_secs(8);
 
-/// A byte stream to a node.
+/// A byte stream to a node. Who waits for it, to read or to write, is told when the peer is gone (alive.rs).
 #[derive(Debug)]
-pub enum Wire {
+pub struct Wire {
+    io: Io,
+    reading: Watch,
+    writing: Watch,
+}
+
+#[derive(Debug)]
+enum Io {
     /// To the node on this machine.
     Plain(TcpStream),
     /// To a fleet.
     Tls(Box<TlsStream<TcpStream>>),
 }
 
+impl Io {
+    fn tcp(&self) -> &TcpStream {
+        match self {
+            Self::Plain(t) => t,
+            Self::Tls(t) => t.get_ref().0,
+        }
+    }
+}
+
 macro_rules! either {
-    ($self:ident, $io:ident => $call:expr) => {
-        match $self.get_mut() {
-            Wire::Plain($io) => {
+    ($me:ident, $watch:ident, $cx:ident, $io:ident => $call:expr) => {{
+        let done = match &mut $me.io {
+            Io::Plain($io) => {
                 let $io = Pin::new($io);
                 $call
             }
-            Wire::Tls($io) => {
+            Io::Tls($io) => {
                 let $io = Pin::new($io.as_mut());
                 $call
             }
+        };
+        match done {
+            Poll::Ready(done) => Poll::Ready(done),
+            Poll::Pending => $me.$watch.poll($cx, $me.io.tcp()).map(Err),
         }
-    };
+    }};
 }
 
 impl AsyncRead for Wire {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<std::io::Result<()>> {
-        either!(self, io => io.poll_read(cx, buf))
+        let me = self.get_mut();
+        either!(me, reading, cx, io => io.poll_read(cx, buf))
     }
 }
 impl AsyncWrite for Wire {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<std::io::Result<usize>> {
-        either!(self, io => io.poll_write(cx, buf))
+        let me = self.get_mut();
+        either!(me, writing, cx, io => io.poll_write(cx, buf))
     }
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
-        either!(self, io => io.poll_flush(cx))
+        let me = self.get_mut();
+        either!(me, writing, cx, io => io.poll_flush(cx))
     }
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
-        either!(self, io => io.poll_shutdown(cx))
+        let me = self.get_mut();
+        either!(me, writing, cx, io => io.poll_shutdown(cx))
     }
 }
 
@@ -161,16 +186,16 @@ impl Endpoints {
     async fn open(&self, url: &str) -> std::io::Result<Wire> {
         let (scheme, host) = url.split_once("://").unwrap_or(("http", url));
         let tcp = TcpStream::connect(host).await?;
-        tune(&tcp)?;
         if scheme != "https" {
-            return Ok(Wire::Plain(tcp));
+            return Wire::plain(tcp, SILENCE);
         }
+        tune(&tcp)?;
         let Some(tls) = &self.tls else {
             return Err(std::io::Error::other("HTTPS needs the fleet's fingerprint (`ks login`, or KS_FINGERPRINT)"));
         };
         let name = ServerName::try_from(ks_proto::fleet::NODE_SERVER_NAME).map_err(std::io::Error::other)?;
         let stream = TlsConnector::from(tls.clone()).connect(name, tcp).await?;
-        Ok(Wire::Tls(Box::new(stream)))
+        Ok(Wire::new(Io::Tls(Box::new(stream)), SILENCE))
     }
 
     fn remember(&self, i: usize) {
@@ -183,7 +208,7 @@ impl Endpoints {
     }
 }
 
-/// A dead peer is noticed by the kernel, whatever the programs at the ends do: after 8 s.
+/// A dead peer is noticed by the kernel where nothing is to be sent: after 8 s. Else alive.rs looks.
 fn tune(tcp: &TcpStream) -> std::io::Result<()> {
     use rustix::net::sockopt;
     sockopt::set_tcp_nodelay(tcp, true)?;
@@ -191,17 +216,20 @@ fn tune(tcp: &TcpStream) -> std::io::Result<()> {
     sockopt::set_tcp_keepidle(tcp, Duration::from_secs(2))?;
     sockopt::set_tcp_keepintvl(tcp, Duration::from_secs(2))?;
     sockopt::set_tcp_keepcnt(tcp, 3)?;
-    let ms = u32::try_from(UNACKNOWLEDGED.as_millis()).unwrap_or(u32::MAX);
-    sockopt::set_tcp_user_timeout(tcp, ms)?;
     Ok(())
 }
 
 impl Wire {
+    /// Over this connection as it is; the peer may be silent for `limit` when it is asked.
+    pub fn plain(tcp: TcpStream, limit: Duration) -> std::io::Result<Self> {
+        tune(&tcp)?;
+        Ok(Self::new(Io::Plain(tcp), limit))
+    }
+    fn new(io: Io, limit: Duration) -> Self {
+        Self { io, reading: Watch::new(limit), writing: Watch::new(limit) }
+    }
     /// The TCP connection below.
     pub fn tcp(&self) -> &TcpStream {
-        match self {
-            Self::Plain(t) => t,
-            Self::Tls(t) => t.get_ref().0,
-        }
+        self.io.tcp()
     }
 }

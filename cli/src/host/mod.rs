@@ -1,5 +1,6 @@
 //! Everything of `ks` that touches the world: the node's API, terminals, files, processes. Holds no policy.
 
+pub mod alive;
 pub mod checks;
 pub mod conn;
 pub mod contexts;
