@@ -2,7 +2,7 @@
 
 use super::{attach, cp};
 use crate::args;
-use crate::failure::{Failure, Res};
+use crate::failure::{FAILED, Failure, Res};
 use crate::host::files::{self, Carry};
 use crate::host::http::Node;
 use crate::host::terminal;
@@ -28,8 +28,7 @@ pub async fn run(ctx: &Ctx, a: args::Run) -> Res<u8> {
     let create = creation(ctx, &a, if carries.is_empty() { Some(main.clone()) } else { None })?;
     let node = Node::find(ctx)?;
     // From before the first byte leaves: a session that the node begins to make is never forgotten.
-    let mut interrupt =
-        signal(SignalKind::interrupt()).map_err(|e| Failure::local("cannot listen for Ctrl-C", e, "report this"))?;
+    let mut interrupt = Interrupt::listen()?;
     let session = match create_interruptibly(ctx, &node, &create, &mut interrupt).await {
         Err(f) if f.error.code == "exists" && create.name.is_some() => {
             return taken(ctx, &node, &create, f, wants_terminal).await;
@@ -40,7 +39,7 @@ pub async fn run(ctx: &Ctx, a: args::Run) -> Res<u8> {
     if !carries.is_empty() {
         let filled = tokio::select! {
             done = fill(ctx, &node, &name, carries, &main) => done,
-            _ = interrupt.recv() => Err(Failure::interrupted("nothing was started", "run it again when you like")),
+            n = interrupt.recv() => Err(told("nothing was started", "run it again when you like", n)),
         };
         if let Err(f) = filled {
             return Err(take_back(ctx, &node, &name, f).await);
@@ -55,6 +54,38 @@ pub async fn run(ctx: &Ctx, a: args::Run) -> Res<u8> {
     let now: Session = node.session(&name).await.unwrap_or(session);
     ctx.result(&now, || format!("{name}\n"))?;
     Ok(0)
+}
+
+/// What ends a `ks run` that has not come to its command: Ctrl-C, SIGTERM, and SIGHUP of a window that is closed.
+struct Interrupt {
+    int: Signal,
+    term: Signal,
+    hup: Signal,
+}
+
+impl Interrupt {
+    fn listen() -> Res<Self> {
+        let on = |k| signal(k).map_err(|e| Failure::local("cannot listen for signals", e, "report this"));
+        Ok(Self { int: on(SignalKind::interrupt())?, term: on(SignalKind::terminate())?, hup: on(SignalKind::hangup())? })
+    }
+    /// The number of the next one. Safe to cancel.
+    async fn recv(&mut self) -> u8 {
+        tokio::select! {
+            _ = self.int.recv() => 2,
+            _ = self.term.recv() => 15,
+            _ = self.hup.recv() => 1,
+        }
+    }
+}
+
+/// The failure of having been told to end by this signal.
+fn told(what: &str, next: &str, n: u8) -> Failure {
+    let mut f = Failure::interrupted(what, next);
+    if n != 2 {
+        f.error.why = format!("ks was told to end by signal {n}");
+        f.exit = super::signal_exit(n);
+    }
+    f
 }
 
 /// Two folders of one name would land in one place.
@@ -122,29 +153,39 @@ fn creation(ctx: &Ctx, a: &args::Run, main: Option<StartMain>) -> Res<CreateSess
     })
 }
 
-/// Creates. Ctrl-C lets the node finish, then takes the session back: nothing is left behind.
-async fn create_interruptibly(ctx: &Ctx, node: &Node, create: &CreateSession, interrupt: &mut Signal) -> Res<Session> {
+/// Creates. Ctrl-C, SIGTERM and SIGHUP let the node finish, then the session is taken back: nothing is left behind.
+async fn create_interruptibly(ctx: &Ctx, node: &Node, create: &CreateSession, interrupt: &mut Interrupt) -> Res<Session> {
     let mut bar = ctx.bar();
     let call = node.call::<Session>("/v1/sessions", create, &mut bar);
     tokio::pin!(call);
-    tokio::select! {
+    let n = tokio::select! {
+        biased;
+        n = interrupt.recv() => n,
         made = &mut call => return made,
-        _ = interrupt.recv() => ctx.note("stopping; Ctrl-C again leaves it to the node"),
-    }
+    };
+    ctx.note("stopping; Ctrl-C again leaves it to the node");
     let made = tokio::select! {
         made = &mut call => made?,
-        _ = interrupt.recv() => {
+        // A window that closes sends more than one signal: only a person at the keyboard is in a hurry.
+        _ = interrupt.int.recv() => {
             return Err(Failure::interrupted("stopped while the session was being made", "it may exist: look with `ks ls`, delete with `ks rm --force`"));
         }
     };
-    let f = Failure::interrupted("nothing was started", "run it again when you like");
+    let f = told("nothing was started", "run it again when you like", n);
     Err(take_back(ctx, node, made.name.as_str(), f).await)
 }
 
 /// Deletes a session that never got to its command, and returns the reason with what became of it.
 async fn take_back(ctx: &Ctx, node: &Node, name: &str, mut f: Failure) -> Failure {
     match node.delete(&format!("/v1/sessions/{name}?force=1")).await {
-        Ok(_) => ctx.note(&format!("{name} was taken back")),
+        Ok(_) => {
+            ctx.note(&format!("{name} was taken back"));
+            if f.error.code == "link-lost" {
+                // Whatever had become of it: nothing is left.
+                f.error.next = "nothing is left of it; run it again".into();
+                f.exit = FAILED;
+            }
+        }
         Err(e) => {
             f.error.next = format!("{name} could not be taken back ({}): delete it with `ks rm --force {name}`", e.error.why)
         }

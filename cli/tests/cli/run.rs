@@ -127,35 +127,78 @@ fn an_upload_that_fails_leaves_no_session_behind() {
     assert_eq!((f.shared.asked("DELETE /v1/sessions/otter?force=1"), f.shared.asked("POST /v1/sessions/otter/start")), (1, 0));
 }
 
-#[test]
-fn ctrl_c_while_it_starts_leaves_nothing_behind() {
+/// A node that is at work on the session until the test has sent its signal.
+fn slow_to_make() -> Fake {
     let slot = std::sync::Arc::new(std::sync::OnceLock::<crate::fake::Shared>::new());
     let inner = slot.clone();
     let f = Fake::new(move |r| {
         if r.line.starts_with("POST /v1/sessions ") {
-            // The node is at work until the test has pressed Ctrl-C.
-            inner.wait().wait("Ctrl-C", |s| s.go);
+            inner.wait().wait("the signal", |s| s.go);
             return made();
         }
         Answer::json(&session("otter", "running", 1))
     });
     assert!(slot.set(f.shared.clone()).is_ok());
+    f
+}
+
+#[test]
+fn what_ends_it_while_it_starts_leaves_nothing_behind() {
+    use rustix::process::Signal;
+    for (sent, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
+        let f = slow_to_make();
+        let mut c = f
+            .command()
+            .args(["run", "-d", "--", "true"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        f.shared.wait("the create call", |s| !s.requests.is_empty());
+        rustix::process::kill_process(rustix::process::Pid::from_child(&c), sent).unwrap();
+        let mut first = [0; 8];
+        c.stderr.as_mut().unwrap().read_exact(&mut first).unwrap();
+        assert_eq!(&first, b"stopping");
+        f.shared.with(|s| s.go = true);
+        let (out, _) = expect(&c.wait_with_output().unwrap(), code);
+        assert_eq!((out.as_str(), f.shared.asked("DELETE /v1/sessions/otter?force=1")), ("", 1), "{sent:?}");
+    }
+}
+
+#[test]
+fn a_window_that_closes_while_it_starts_takes_the_session_back() {
+    let f = slow_to_make();
+    // Nobody reads what it says, and more than one signal comes.
     let mut c = f
         .command()
-        .args(["run", "-d", "--", "true"])
+        .args(["run", "--", "true"])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
     f.shared.wait("the create call", |s| !s.requests.is_empty());
-    rustix::process::kill_process(rustix::process::Pid::from_child(&c), rustix::process::Signal::INT).unwrap();
-    let mut first = [0; 8];
-    c.stderr.as_mut().unwrap().read_exact(&mut first).unwrap();
-    assert_eq!(&first, b"stopping");
+    drop((c.stdout.take(), c.stderr.take()));
+    let pid = rustix::process::Pid::from_child(&c);
+    rustix::process::kill_process(pid, rustix::process::Signal::HUP).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    // Both are delivered: none is pending or ignored any more.
+    let until = std::time::Instant::now() + crate::fake::DEADLINE;
+    let status = format!("/proc/{}/status", c.id());
+    let pending = || {
+        let text = std::fs::read_to_string(&status).unwrap();
+        let of = |k: &str| text.lines().find_map(|l| l.strip_prefix(k)).map(|v| u64::from_str_radix(v.trim(), 16).unwrap());
+        of("SigPnd:").unwrap() | of("ShdPnd:").unwrap()
+    };
+    while pending() != 0 {
+        assert!(std::time::Instant::now() < until, "the signals stay pending");
+        std::thread::yield_now();
+    }
     f.shared.with(|s| s.go = true);
-    let (out, _) = expect(&c.wait_with_output().unwrap(), 130);
-    assert_eq!((out.as_str(), f.shared.asked("DELETE /v1/sessions/otter?force=1")), ("", 1));
+    let code = c.wait().unwrap().code();
+    assert!(matches!(code, Some(129 | 143)), "{code:?}");
+    assert_eq!(f.shared.asked("DELETE /v1/sessions/otter?force=1"), 1);
 }
 
 #[test]
