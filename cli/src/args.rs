@@ -52,7 +52,7 @@ fn sessions() -> ArgValueCompleter {
 pub enum Verb {
     /// Start the node on this machine
     Up(Up),
-    /// Stop the node on this machine; running sessions keep running
+    /// Stop the node on this machine; running sessions keep running (--all stops them first)
     Down(Down),
     /// Make a session and run a command in it
     Run(Run),
@@ -176,6 +176,9 @@ pub struct Down {
     /// Kill the node if it does not end by itself
     #[arg(long)]
     pub force: bool,
+    /// Checkpoint and stop every session of this node first; if one cannot be, the node stays up
+    #[arg(long)]
+    pub all: bool,
 }
 
 #[derive(Debug, Args)]

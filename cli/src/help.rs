@@ -13,7 +13,7 @@ KeepState: machines for coding agents that survive a crash. First steps:
   ks kill NAME                           crash it on purpose and see it come back
 Look: show checkpoints tree diff logs events ledger   Move: cp park wake stop rm   More: key node fleet user image demo
 Every verb: --json --quiet --no-input. `ks VERB --help` has the options.
-Topics: ks help config | exit-codes | terminal | sync | checkpoints | models | fleet | completion
+Topics: ks help config | exit-codes | terminal | sync | checkpoints | models | fleet | one-node | completion
 ";
 
 /// Topics and their text.
@@ -53,7 +53,8 @@ The node on this machine is found by api.json in its data folder: KS_HOME, else 
   124    a deadline passed
   125    ks or the node failed before the command ran (no such session, no node, ...)
   126    the command is not executable      127  the command was not found
-  130    interrupted by Ctrl-C
+  130    interrupted by Ctrl-C (129, 143: told to end by SIGHUP, SIGTERM)
+  141    the reader of stdout went away
   255    the link was lost; the outcome is unknown
 `ks exec` otherwise passes the program's own code through (128+N when signal N ended it).
 With --json an error is one object on stdout: schema ks.error.v1, code, what, why, next, exit.
@@ -90,7 +91,8 @@ A checkpoint holds memory, disk and devices of one instant, and is named c1, c2,
   ks restore S@c7                   put S back                ks diff S@c3 c7     files that differ
   ks fork S@c7 -n 3                 new sessions from it      ks tree S           the family
   ks park S ; ks wake S             give memory and CPU back, and take them again
-They are also taken by themselves every --cadence seconds. Going back loses what came after: fork instead to keep both.
+They are also taken by themselves every --cadence seconds. Going back keeps what was there as one more checkpoint, whose
+number `ks restore` prints: restore that one to be where you were. To go on from both at once, fork instead.
 ",
     ),
     (
@@ -136,7 +138,9 @@ its way goes on at the byte. After ks restore and in forks new calls are made (n
         "one-node",
         "\
 A single node survives the death of a VM, of its daemon, and a restart of the machine: sessions come back from their
-last checkpoint. It does not survive the loss of its disk: there is no second copy anywhere.
+last checkpoint. It does not survive the loss of its disk: there is no second copy anywhere. So one copy is called
+durable here (`durable 1/1` in `ks ls`) until there are more nodes (`ks help fleet`).
+`ks down` ends the node and leaves its sessions running; `ks down --all` checkpoints and stops each of them first.
 ",
     ),
 ];

@@ -50,7 +50,7 @@ fn main() -> ExitCode {
     CompleteEnv::with_factory(Cli::command).complete();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(e) => return ExitCode::from(not_parsed(&e)),
+        Err(e) => return ExitCode::from(not_parsed(&hinted(e))),
     };
     let json = cli.global.json;
     let code = match run(cli) {
@@ -77,6 +77,34 @@ fn run(cli: Cli) -> Res<u8> {
     let done = runtime.block_on(verbs::dispatch(&ctx, verb));
     runtime.shutdown_background();
     done
+}
+
+/// Adds the hints that clap has not: a verb whose letters are swapped, and the `--` before a command.
+fn hinted(mut e: clap::Error) -> clap::Error {
+    use clap::error::{ContextKind, ContextValue, ErrorKind};
+    let first = std::env::args().skip(1).find(|a| !a.starts_with('-'));
+    let given = |e: &clap::Error, kind| match e.get(kind) {
+        Some(ContextValue::String(s)) => Some(s.clone()),
+        _ => None,
+    };
+    match e.kind() {
+        ErrorKind::InvalidSubcommand if e.get(ContextKind::SuggestedSubcommand).is_none() => {
+            let root = Cli::command();
+            let verbs: Vec<&str> = root.get_subcommands().filter(|c| !c.is_hide_set()).map(clap::Command::get_name).collect();
+            let wrong = given(&e, ContextKind::InvalidSubcommand).filter(|w| first.as_ref() == Some(w));
+            if let Some(near) = wrong.and_then(|w| help::nearest(&w, verbs.iter().copied())) {
+                e.insert(ContextKind::SuggestedSubcommand, ContextValue::Strings(vec![near.to_owned()]));
+            }
+        }
+        ErrorKind::UnknownArgument if first.as_deref() == Some("run") => {
+            if let Some(word) = given(&e, ContextKind::InvalidArg).filter(|w| !w.starts_with('-')) {
+                let tip = format!("the command comes after `--`: ks run -- {word}");
+                e.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
+            }
+        }
+        _ => {}
+    }
+    e
 }
 
 /// Help and versions go to stdout with 0; mistakes to stderr with 2, or as JSON when that was asked for.

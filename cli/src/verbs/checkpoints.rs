@@ -124,9 +124,11 @@ fn branch(t: &Tree, s: &TreeSession, asked: &str, indent: &str, seen: &mut BTree
         });
         out.push_str(&format!("{indent}{} c{n}  {text}\n", if last { "`-" } else { "|-" }));
         let deeper = format!("{indent}{}", if last { "   " } else { "|  " });
-        for c in children.iter().filter(|c| point(c) == *n) {
-            out.push_str(&format!("{deeper}`- "));
-            branch(t, c, asked, &format!("{deeper}   "), seen, out);
+        let here: Vec<_> = children.iter().filter(|c| point(c) == *n).collect();
+        for (i, c) in here.iter().enumerate() {
+            let (mark, below) = if i + 1 == here.len() { ("`-", "   ") } else { ("|-", "|  ") };
+            out.push_str(&format!("{deeper}{mark} "));
+            branch(t, c, asked, &format!("{deeper}{below}"), seen, out);
         }
     }
 }
@@ -182,13 +184,33 @@ pub async fn restore(ctx: &Ctx, a: args::Restore) -> Res<u8> {
     let body = api::Restore { checkpoint: checkpoint.clone(), verify_eager: a.verify };
     let node = Node::find(ctx)?;
     super::ledger::warn_of_price(ctx, &node, &p.session, &checkpoint, "").await;
+    let newest = numbers(&node, &p.session).await.map(|all| all.into_iter().map(|c| c.number).max().unwrap_or(0));
     let begun = std::time::Instant::now();
     let got: Value = node.call(&format!("/v1/sessions/{}/restore", p.session), &body, &mut ctx.bar()).await?;
     let us = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
     let mut value = with_schema("ks.session.v1", got);
     value["took_us"] = us.into();
+    let before = match newest {
+        Some(n) => kept_before(&node, &p.session, n).await,
+        None => None,
+    };
+    value["before"] = before.into();
     ctx.result(&value, || format!("{} is back at {checkpoint} after {}\n", p.session, human::micros(us)))?;
+    if let Some(n) = before {
+        ctx.note(&format!("what was there is kept as c{n}; to go back to it: ks restore {}@c{n}", p.session));
+    }
     Ok(0)
+}
+
+/// A session's checkpoints; None when the node does not tell (a restore goes on without).
+async fn numbers(node: &Node, session: &str) -> Option<Vec<api::Checkpoint>> {
+    node.get(&format!("/v1/sessions/{session}/checkpoints")).await.ok()
+}
+
+/// The number of the checkpoint that the node took of the present before it went back: newer than `newest`.
+async fn kept_before(node: &Node, session: &str, newest: u64) -> Option<u64> {
+    let all = numbers(node, session).await?;
+    all.iter().filter(|c| c.number > newest && c.message.starts_with("before restore")).map(|c| c.number).max()
 }
 
 /// Makes children.
@@ -273,9 +295,9 @@ mod tests {
 otter  running
 |- c1  demand
 |- c7  demand  tests green
-|  `- otter.1  running  <- here
-|     `- c1  demand
-|        `- otter.1.1  running
+|  |- otter.1  running  <- here
+|  |  `- c1  demand
+|  |     `- otter.1.1  running
 |  `- otter.2  running
 `- c8  demand
 stray  running

@@ -6,7 +6,7 @@ use crate::host::daemon;
 use crate::host::http::{Node, read_api_file};
 use crate::output::{Ctx, with_schema};
 use crate::table::clean;
-use ks_proto::api::{NodeInfo, Session};
+use ks_proto::api::{NodeInfo, Session, SessionState};
 use serde_json::json;
 use std::time::{Duration, Instant};
 
@@ -94,8 +94,33 @@ async fn running(node: &Node) -> Option<usize> {
     Some(all.iter().filter(|s| s.vmm_pid.is_some()).count())
 }
 
+/// Checkpoints and stops, one after the other, what runs on the node of this machine; the worst exit code of all.
+async fn stop_all(ctx: &Ctx) -> Res<u8> {
+    let node = Node::from_file(&ctx.data_dir.join("api.json"))?;
+    let all: Vec<Session> = node.get("/v1/sessions").await?;
+    let f = super::fleet::info(&node).await?;
+    let me = f.nodes.iter().find(|n| n.number == f.me).map(|n| n.name.as_str()).unwrap_or_default();
+    let at_rest = |s: &Session| matches!(s.state, SessionState::Parked | SessionState::Stopped | SessionState::Failed);
+    let here = all.iter().filter(|s| !at_rest(s) && (s.node.is_empty() || s.node == me));
+    let names: Vec<String> = here.map(|s| s.name.to_string()).collect();
+    ctx.note(&match names.len() {
+        0 => "no session runs here".to_owned(),
+        n => format!("stopping {}: {}", crate::human::count(n as u64, "session"), names.join(", ")),
+    });
+    super::sessions::each_at(ctx, &node, "stop", &names).await
+}
+
 /// Stops the node of this machine.
 pub async fn down(ctx: &Ctx, a: args::Down) -> Res<u8> {
+    if a.all {
+        match stop_all(ctx).await? {
+            0 => {}
+            code => {
+                ctx.note("the node stays up: not every session could be stopped");
+                return Ok(code);
+            }
+        }
+    }
     let api = read_api_file(&ctx.data_dir.join("api.json")).ok();
     let daemon_pid = api.map(|f| f.pid);
     let supervisor = daemon::supervisor(&ctx.data_dir, daemon_pid);
@@ -130,7 +155,7 @@ pub async fn down(ctx: &Ctx, a: args::Down) -> Res<u8> {
     bar.clear();
     // Only a node that says so has none.
     if running != Some(0) {
-        ctx.note("sessions that were running keep running; `ks up` takes them over again");
+        ctx.note("sessions that were running keep running without checkpoints; `ks up` takes them over again, and `ks down --all` checkpoints and stops them before the node");
     }
     ctx.result(&json!({"schema": "ks.down.v1", "stopped": all}), || "node down\n".to_owned())?;
     Ok(0)

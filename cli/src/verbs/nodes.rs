@@ -38,7 +38,19 @@ async fn token(ctx: &Ctx, ttl_s: u64) -> Res<u8> {
         "one use, good for {left}; fleet fingerprint {}\non the new machine: ks up --fleet-address IP, then ks node join TOKEN",
         clean(&t.fingerprint)
     ));
+    if only_here(&t.addr) {
+        ctx.note(&format!(
+            "note: {} is loopback, so only this machine can join with it; `ks down`, then `ks up --fleet-address IP` with an address that the others reach",
+            clean(&t.addr)
+        ));
+    }
     Ok(0)
+}
+
+/// Is this `HOST:PORT` one that no other machine reaches?
+fn only_here(address: &str) -> bool {
+    let host = address.rsplit_once(':').map_or(address, |a| a.0).trim_matches(['[', ']']);
+    host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
 async fn join(ctx: &Ctx, a: args::Join) -> Res<u8> {

@@ -3,7 +3,7 @@
 use super::node::engine;
 use super::now_ms;
 use crate::args;
-use crate::failure::{Failure, Res};
+use crate::failure::Res;
 use crate::host::http::Node;
 use crate::human;
 use crate::output::{Ctx, with_schema};
@@ -72,6 +72,8 @@ pub fn durability(c: &Checkpoint, copies: u16) -> String {
     match (c.holders.len(), copies) {
         (0, _) => c.durability.clone(),
         (n, 0) => format!("{} ({n})", c.durability),
+        // Fewer nodes than the policy wants copies: all of them is what there can be, and counts.
+        (n, of) if c.durability == "durable" && n < usize::from(of) => format!("durable {n}/{n}"),
         (n, of) => format!("{} {n}/{of}", c.durability),
     }
 }
@@ -124,7 +126,14 @@ fn facts(s: &Session, now: u64) -> String {
         all.push(("replicas", if replicas.is_empty() { "none chosen yet".into() } else { replicas }));
     }
     if s.copies > 0 {
-        all.push(("copies", format!("{} make a checkpoint durable", s.copies)));
+        let fewer = s.last_checkpoint.as_ref().filter(|c| c.durability == "durable").map(|c| c.holders.len());
+        all.push((
+            "copies",
+            match fewer.filter(|n| *n > 0 && *n < usize::from(s.copies)) {
+                Some(n) => format!("{} make a checkpoint durable; {n} until there are more nodes", s.copies),
+                None => format!("{} make a checkpoint durable", s.copies),
+            },
+        ));
     }
     if let Some(c) = s.last_checkpoint.as_ref().filter(|c| !c.holders.is_empty()) {
         all.push(("held by", c.holders.iter().map(|n| clean(n)).collect::<Vec<_>>().join(", ")));
@@ -173,36 +182,50 @@ fn parts(p: &InterruptionParts) -> Option<String> {
 
 /// Parks, wakes or stops each of the sessions.
 pub async fn each(ctx: &Ctx, verb: &str, names: &[String]) -> Res<u8> {
-    let node = Node::find(ctx)?;
+    each_at(ctx, &Node::find(ctx)?, verb, names).await
+}
+
+/// As [`each`], at this node. A refusal is told and does not keep the others: the worst code is the result.
+pub async fn each_at(ctx: &Ctx, node: &Node, verb: &str, names: &[String]) -> Res<u8> {
     let names: Vec<String> = names.iter().map(|n| target::session(n)).collect::<Res<_>>()?;
+    let mut worst = 0;
     for name in names {
         let mut bar = ctx.bar();
         let begun = std::time::Instant::now();
-        let got: Value = node.call(&format!("/v1/sessions/{name}/{verb}"), &json!({}), &mut bar).await?;
+        let got: Value = match node.call(&format!("/v1/sessions/{name}/{verb}"), &json!({}), &mut bar).await {
+            Ok(got) => got,
+            Err(f) => {
+                worst = worst.max(f.exit);
+                crate::output::report(&f, ctx.json);
+                continue;
+            }
+        };
         let us = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
         let state = got["state"].as_str().unwrap_or(verb).to_owned();
         let mut value = with_schema("ks.session.v1", got);
         value["took_us"] = us.into();
         ctx.result(&value, || format!("{name} {} in {}\n", clean(&state), human::micros(us)))?;
     }
-    Ok(0)
+    Ok(worst)
 }
 
 /// Deletes sessions. The node says what would be lost when it refuses.
 pub async fn rm(ctx: &Ctx, a: args::Rm) -> Res<u8> {
     let node = Node::find(ctx)?;
     let names: Vec<String> = a.sessions.iter().map(|n| target::session(n)).collect::<Res<_>>()?;
-    let mut first: Option<Failure> = None;
+    let mut worst = 0;
     for name in names {
         let path = format!("/v1/sessions/{name}{}", if a.force { "?force=1" } else { "" });
         match node.delete(&path).await {
             Ok(_) => {
                 ctx.result(&json!({"schema": "ks.rm.v1", "session": name, "removed": true}), || format!("{name} removed\n"))?
             }
-            // The others are still removed; the first refusal is the exit code.
-            Err(f) if a.sessions.len() > 1 && first.is_some() => crate::output::report(&f, ctx.json),
-            Err(f) => first = Some(f),
+            // The others are still removed.
+            Err(f) => {
+                worst = worst.max(f.exit);
+                crate::output::report(&f, ctx.json);
+            }
         }
     }
-    first.map_or(Ok(0), Err)
+    Ok(worst)
 }

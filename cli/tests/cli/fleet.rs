@@ -14,7 +14,7 @@ fn parse(out: &str) -> Value {
     serde_json::from_str(out).unwrap_or_else(|e| panic!("{e}: {out}"))
 }
 
-fn fleet(addresses: &[String], quorum: bool) -> Value {
+pub fn fleet(addresses: &[String], quorum: bool) -> Value {
     let nodes: Vec<Value> = addresses
         .iter()
         .zip(1u64..)
@@ -220,6 +220,18 @@ fn no_quorum_is_said_plainly_and_is_exit_1() {
 }
 
 #[test]
+fn a_token_that_only_this_machine_can_use_says_so() {
+    let f = Fake::new(|_| {
+        Answer::json(&json!({
+            "schema": "ks.token.v1", "token": "ks1.x", "expires_unix_ms": 4_000_000_000_000u64, "fingerprint": "ab".repeat(32),
+            "addr": "127.0.0.1:7701"
+        }))
+    });
+    let (out, err) = expect(&f.ks(&["node", "token"]), 0);
+    assert!(out == "ks1.x\n" && err.contains("loopback") && err.contains("--fleet-address"), "{out} {err}");
+}
+
+#[test]
 fn joining_draining_and_removing_say_what_they_did() {
     let at: Vec<String> = (1..=2).map(|i| format!("10.0.0.{i}:7701")).collect();
     let token = format!("ks1.secret.{}.10.0.0.1:7701", "ab".repeat(32));
@@ -252,6 +264,7 @@ fn joining_draining_and_removing_say_what_they_did() {
     });
     let (out, err) = expect(&f.ks(&["node", "token", "--ttl", "30m"]), 0);
     assert!(out.trim() == token && err.contains(&"ab".repeat(32)), "{out} {err}");
+    assert!(!err.contains("loopback"), "{err}");
     let (out, err) = expect(&f.ks(&["node", "join", &token, "--name", "c"]), 0);
     assert!(out.contains("c is node 2") && err.contains("two cannot lose one"), "{out} {err}");
     expect(&f.ks(&["node", "join", "ks1.x.y"]), 2);

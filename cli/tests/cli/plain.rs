@@ -32,6 +32,10 @@ fn mistakes_are_usage_with_a_suggestion() {
     let t = tempfile::tempdir().unwrap();
     let (_, err) = expect(&ks(t.path()).args(["chekpoint", "a"]).output().unwrap(), 2);
     assert!(err.contains("'checkpoint'"), "{err}");
+    let (_, err) = expect(&ks(t.path()).args(["rnu", "--", "true"]).output().unwrap(), 2);
+    assert!(err.contains("'run'"), "{err}");
+    let (_, err) = expect(&ks(t.path()).args(["run", "true"]).output().unwrap(), 2);
+    assert!(err.contains("ks run -- true"), "{err}");
     let (out, _) = expect(&ks(t.path()).args(["--json", "chekpoint", "a"]).output().unwrap(), 2);
     let v = parse(&out);
     assert!(v["schema"] == "ks.error.v1" && v["why"].as_str().unwrap().contains("checkpoint"), "{v}");
@@ -132,6 +136,95 @@ fn long_calls_end_in_their_result_their_error_or_the_unknown() {
     for name in ["cut", "short"] {
         assert!(expect(&f.ks(&["checkpoint", name]), 255).1.contains("unknown"), "{name}");
     }
+}
+
+#[test]
+fn one_that_is_refused_does_not_keep_the_others() {
+    let f = Fake::new(|r| match r.line.split(' ').nth(1).unwrap() {
+        p if p.contains("/denied") => Answer::error(403, "not-allowed"),
+        p if p.contains("/foo") => Answer::not_found(),
+        _ => Answer::json(&session("a", "stopped", 1)),
+    });
+    for (verb, line) in [
+        ("stop", "POST /v1/sessions/NAME/stop "),
+        ("park", "POST /v1/sessions/NAME/park "),
+        ("wake", "POST /v1/sessions/NAME/wake "),
+        ("rm", "DELETE /v1/sessions/NAME "),
+    ] {
+        let (out, err) = expect(&f.ks(&[verb, "a", "denied", "foo", "b"]), 125);
+        assert_eq!((out.lines().count(), err.matches("the why").count()), (2, 2), "{verb}: {out} {err}");
+        assert!(["a", "denied", "foo", "b"].iter().all(|n| f.shared.asked(&line.replace("NAME", n)) == 1), "{verb}");
+        expect(&f.ks(&[verb, "a", "denied"]), 4);
+    }
+}
+
+#[test]
+fn one_copy_is_called_durable_only_as_what_one_node_can_do() {
+    let f = Fake::new(|r| {
+        let mut s = session("a", "running", 1);
+        (s["copies"], s["replicas"], s["node"]) = (2.into(), json!(["n1"]), "n1".into());
+        let mut c = checkpoint(3);
+        c["holders"] = json!(["n1"]);
+        s["last_checkpoint"] = c;
+        if r.line.contains("/v1/sessions/a ") { Answer::json(&s) } else { Answer::json(&json!([s])) }
+    });
+    let (out, _) = expect(&f.ks(&["ls"]), 0);
+    assert!(out.contains("durable 1/1") && !out.contains("1/2"), "{out}");
+    let (out, _) = expect(&f.ks(&["show", "a"]), 0);
+    assert!(out.contains("2 make a checkpoint durable; 1 until there are more nodes"), "{out}");
+}
+
+#[test]
+fn going_back_says_where_the_present_is_kept() {
+    let f = Fake::new(|r| match r.line.split(' ').nth(1).unwrap() {
+        "/v1/sessions/a/restore" => Answer::json(&session("a", "running", 2)),
+        _ => Answer::json(&json!([checkpoint(7), checkpoint(8)])),
+    });
+    let (_, err) = expect(&f.ks(&["restore", "a@c7"]), 0);
+    assert!(!err.contains("kept as"), "nothing new was taken: {err}");
+    let back = AtomicU64::new(0);
+    let f = Fake::new(move |r| match r.line.split(' ').nth(1).unwrap() {
+        "/v1/sessions/a/restore" => {
+            back.store(1, Ordering::SeqCst);
+            Answer::json(&session("a", "running", 2))
+        }
+        "/v1/sessions/a/checkpoints" if back.load(Ordering::SeqCst) == 1 => {
+            let mut kept = checkpoint(9);
+            kept["message"] = "before restore to abcd".into();
+            Answer::json(&json!([checkpoint(7), checkpoint(8), kept, checkpoint(10)]))
+        }
+        "/v1/sessions/a/checkpoints" => Answer::json(&json!([checkpoint(7), checkpoint(8)])),
+        _ => Answer::not_found(),
+    });
+    let (out, err) = expect(&f.ks(&["restore", "a@c7"]), 0);
+    assert!(out.contains("back at c7") && err.contains("ks restore a@c9"), "{out} {err}");
+}
+
+#[test]
+fn all_of_a_node_is_stopped_before_the_node_and_a_refusal_keeps_it_up() {
+    let f = Fake::new(|r| {
+        let with = |name: &str, state: &str, node: &str| {
+            let mut s = session(name, state, 1);
+            s["node"] = node.into();
+            s
+        };
+        match r.line.split(' ').nth(1).unwrap() {
+            "/v1/fleet" => Answer::json(&crate::fleet::fleet(&["10.0.0.1:1".to_owned(), "10.0.0.2:1".to_owned()], true)),
+            "/v1/sessions" => Answer::json(&json!([
+                with("stuck", "running", "n2"),
+                with("good", "recovering", "n2"),
+                with("rests", "parked", "n2"),
+                with("elsewhere", "running", "n1"),
+            ])),
+            "/v1/sessions/stuck/stop" => Answer::error(409, "busy"),
+            "/v1/sessions/good/stop" => Answer::json(&session("good", "stopped", 1)),
+            _ => Answer::not_found(),
+        }
+    });
+    let (out, err) = expect(&f.ks(&["down", "--all"]), 125);
+    assert!(out.contains("good stopped") && err.contains("the why") && err.contains("stays up"), "{out} {err}");
+    let asked = f.shared.with(|s| s.requests.iter().filter(|r| r.line.starts_with("POST")).count());
+    assert_eq!((asked, f.shared.asked("POST /v1/sessions/good/stop")), (2, 1));
 }
 
 #[test]
