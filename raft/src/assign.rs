@@ -59,8 +59,9 @@ impl FleetState {
     /// If the session has checkpoints on its line and none of them can be read.
     pub fn restorable(&self, s: &SessionRecord, to: u64, from_lapsed: bool) -> Result<Option<u64>, Refusal> {
         let reachable = |n: &u64| *n == to || !(from_lapsed && *n == s.owner);
+        // Mostly the first half settles it; the second looks at all members.
         let usable =
-            |c: &&CheckpointRecord| self.durability(s, c) == Durability::Durable || self.holders(s, c).iter().any(reachable);
+            |c: &&CheckpointRecord| self.holders(s, c).iter().any(reachable) || self.durability(s, c) == Durability::Durable;
         let mut line = s.checkpoints.values().filter(|c| !c.branch).rev().peekable();
         if line.peek().is_none() {
             return Ok(None);

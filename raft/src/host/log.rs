@@ -4,7 +4,8 @@
 //!  append ──► pending (readable at once) ──► queue ──► writer: one batch, one sync ──► openraft is told, in order
 //! ```
 //!
-//! While a sync is under way further entries collect, so the number of syncs does not grow with the load. The index of
+//! While a sync is under way further entries collect, so the number of syncs does not grow with the load. The newest entries
+//! stay in memory behind their sync, for a leader reads each of them once for every other node. The index of
 //! the last committed entry rides along with the next batch: it only saves work after a restart. Votes, cuts and purges
 //! go through the same queue and are waited for.
 //!
@@ -32,6 +33,8 @@ const QUEUE_MAX: usize = 1024;
 const BATCH_BYTES_MAX: usize = 8 << 20;
 /// Bytes of entries in one message to a follower.
 pub(super) const APPEND_BYTES_MAX: usize = 4 << 20;
+/// Bytes, as stored, of entries on disk that stay in memory as well.
+const RECENT_BYTES_MAX: usize = 4 << 20;
 /// Pause before a batch that found the disk full is tried again.
 const FULL_RETRY: Duration = Duration::from_millis(500);
 
@@ -72,12 +75,44 @@ enum Job<R: AsyncRuntime> {
 
 #[derive(Default)]
 struct Memory {
-    /// Entries that are not known to be on disk yet.
-    pending: BTreeMap<u64, Entry>,
+    /// Entries that are not known to be on disk yet, with their stored sizes.
+    pending: BTreeMap<u64, (Entry, usize)>,
+    /// The newest of those that are, without a gap to the first pending one.
+    recent: BTreeMap<u64, (Entry, usize)>,
+    recent_bytes: usize,
     last: Option<LogId>,
     purged: Option<LogId>,
     vote: Option<Vote>,
     committed: Option<LogId>,
+}
+
+impl Memory {
+    /// These are on disk now.
+    fn written(&mut self, indexes: &[u64]) {
+        for index in indexes {
+            if let Some((entry, bytes)) = self.pending.remove(index) {
+                self.recent_bytes += bytes;
+                self.recent.insert(*index, (entry, bytes));
+            }
+        }
+        while self.recent_bytes > RECENT_BYTES_MAX
+            && let Some((_, (_, bytes))) = self.recent.pop_first()
+        {
+            self.recent_bytes -= bytes;
+        }
+    }
+
+    /// Forgets entries from `start` up to, not with, `end`.
+    fn forget(&mut self, start: u64, end: u64) {
+        self.pending.retain(|index, _| !(start..end).contains(index));
+        self.recent.retain(|index, _| !(start..end).contains(index));
+        self.recent_bytes = self.recent.values().map(|(_, bytes)| bytes).sum();
+    }
+
+    /// What is here of these entries: the last ones, without a gap, each with its size.
+    fn range(&self, start: u64, end: u64) -> Vec<(Entry, usize)> {
+        self.recent.range(start..end).chain(self.pending.range(start..end)).map(|(_, e)| e.clone()).collect()
+    }
 }
 
 struct Inner<R: AsyncRuntime> {
@@ -106,7 +141,7 @@ impl<R: AsyncRuntime> LogStore<R> {
             None => purged,
         };
         let (vote, committed) = (read_note(&*disk, VOTE)?, read_note(&*disk, COMMITTED)?);
-        let memory = Mutex::new(Memory { pending: BTreeMap::new(), last, purged, vote, committed });
+        let memory = Mutex::new(Memory { last, purged, vote, committed, ..Memory::default() });
         let (queue, jobs) = mpsc::channel(QUEUE_MAX);
         let (health, seen) = watch::channel(Health::Good);
         let inner = Arc::new(Inner { disk, memory, queue });
@@ -130,16 +165,25 @@ impl<R: AsyncRuntime> LogStore<R> {
         if start >= end {
             return Ok(Vec::new());
         }
-        // Pending first: what the writer finishes in between is then in both.
-        let pending: Vec<Entry> = self.memory().pending.range(start..end).map(|(_, e)| e.clone()).collect();
-        let from_memory = pending.first().map_or(end, RaftEntry::index);
-        let mut out = Vec::new();
-        for (index, bytes) in self.inner.disk.entries(start, from_memory, bytes_max)? {
-            out.push(decode_entry(index, &bytes)?);
+        // Memory first: what the writer finishes in between is then in both.
+        let in_memory = self.memory().range(start, end);
+        let from_memory = in_memory.first().map_or(end, |(e, _)| e.index());
+        let (mut out, mut bytes) = (Vec::new(), 0);
+        if start < from_memory {
+            for (index, stored) in self.inner.disk.entries(start, from_memory, bytes_max)? {
+                bytes += stored.len();
+                out.push(decode_entry(index, &stored)?);
+            }
+            if out.len() as u64 != from_memory - start {
+                return Ok(out);
+            }
         }
-        let complete = out.len() as u64 == from_memory - start;
-        if complete {
-            out.extend(pending);
+        for (entry, size) in in_memory {
+            if !out.is_empty() && bytes + size > bytes_max {
+                break;
+            }
+            bytes += size;
+            out.push(entry);
         }
         Ok(out)
     }
@@ -206,8 +250,7 @@ impl<R: AsyncRuntime> Writer<R> {
             && let Some(log) = self.log.upgrade()
         {
             // A cut waits in the queue behind these, so no other entry can have taken one of these indexes.
-            let mut memory = log.memory.lock().unwrap_or_else(PoisonError::into_inner);
-            written.iter().for_each(|index| drop(memory.pending.remove(index)));
+            log.memory.lock().unwrap_or_else(PoisonError::into_inner).written(&written);
         }
         for done in waiting {
             done.io_completed(match &result {
@@ -313,9 +356,11 @@ impl<R: AsyncRuntime> RaftLogStorage<Types<R>> for LogStore<R> {
         {
             let mut memory = self.memory();
             for entry in entries {
-                put.push((entry.index(), encode(&entry)?));
+                let stored = encode(&entry)?;
+                let (index, size) = (entry.index(), stored.len());
+                put.push((index, stored));
                 memory.last = Some(entry.log_id());
-                memory.pending.insert(entry.index(), entry);
+                memory.pending.insert(index, (entry, size));
             }
         }
         let gone = |_| io::Error::new(io::ErrorKind::BrokenPipe, "the log's writer has stopped");
@@ -326,7 +371,7 @@ impl<R: AsyncRuntime> RaftLogStorage<Types<R>> for LogStore<R> {
         let from = last.map_or(0, |l| l.index() + 1);
         self.sync(LogBatch { cut_from: Some(from), ..LogBatch::default() }).await?;
         let mut memory = self.memory();
-        drop(memory.pending.split_off(&from));
+        memory.forget(from, u64::MAX);
         memory.last = last.or(memory.purged);
         Ok(())
     }
@@ -336,7 +381,7 @@ impl<R: AsyncRuntime> RaftLogStorage<Types<R>> for LogStore<R> {
         let notes = vec![(PURGED, encode(&to)?)];
         self.sync(LogBatch { purge_to: Some(to.index()), notes, ..LogBatch::default() }).await?;
         let mut memory = self.memory();
-        memory.pending = memory.pending.split_off(&(to.index() + 1));
+        memory.forget(0, to.index() + 1);
         memory.purged = Some(to);
         if memory.last.is_none_or(|l| l.index() < to.index()) {
             memory.last = Some(to);
@@ -348,6 +393,32 @@ impl<R: AsyncRuntime> RaftLogStorage<Types<R>> for LogStore<R> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn entry(index: u64) -> Entry {
+        let text = format!(r#"{{"log_id":{{"leader_id":{{"term":2,"node_id":7}},"index":{index}}},"payload":"Blank"}}"#);
+        decode_entry(index, text.as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn what_memory_has_of_the_log_ends_it_without_a_gap() {
+        let mut m = Memory::default();
+        let at = |m: &Memory, start, end| m.range(start, end).iter().map(|(e, _)| e.index()).collect::<Vec<u64>>();
+        let size = RECENT_BYTES_MAX / 4;
+        m.pending.extend((1..=6).map(|i| (i, (entry(i), size))));
+        assert_eq!(at(&m, 0, 9), [1, 2, 3, 4, 5, 6]);
+        m.written(&[1, 2, 3, 4]);
+        assert_eq!(at(&m, 0, 9), [1, 2, 3, 4, 5, 6], "written and kept");
+        m.written(&[5]);
+        assert_eq!(at(&m, 0, 9), [2, 3, 4, 5, 6], "the oldest made room");
+        assert_eq!(at(&m, 3, 6), [3, 4, 5]);
+        // Another leader's entries take the place of the last two.
+        m.forget(5, u64::MAX);
+        assert_eq!((at(&m, 0, 9), m.recent_bytes), (vec![2, 3, 4], 3 * size));
+        m.pending.insert(5, (entry(5), size));
+        m.written(&[5, 6]);
+        m.forget(0, 4);
+        assert_eq!((at(&m, 0, 9), m.recent_bytes), (vec![4, 5], 2 * size));
+    }
 
     /// Entries as they are stored: docs/formats.md.
     #[test]
