@@ -10,4 +10,4 @@ pub mod replication;
 mod view;
 pub mod voters;
 
-pub use view::{CheckpointView, FactsView, MemberView, SessionView, Standing, View};
+pub use view::{CheckpointView, FactsView, MemberView, Scope, SessionView, Standing, View};

@@ -99,6 +99,15 @@ impl SessionView {
     }
 }
 
+/// The sessions that a step looks at, so that a view of ten thousand need not be built for one.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Scope {
+    /// All of these nodes.
+    pub owners: BTreeSet<u64>,
+    /// And these.
+    pub sessions: BTreeSet<SessionId>,
+}
+
 /// The part of the replicated state that the machines decide on.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct View {
@@ -151,6 +160,16 @@ impl View {
             lease_ms: state.policy.lease_ms.into(),
             voters: state.policy.voters,
         }
+    }
+    /// The sessions in `scope`, with all members. Looks at all sessions only if it names an owner.
+    pub fn within(state: &FleetState, scope: &Scope) -> Self {
+        if !scope.owners.is_empty() {
+            return Self::of(state, |s| scope.owners.contains(&s.owner) || scope.sessions.contains(&s.id));
+        }
+        let mut view = Self::of(state, |_| false);
+        let named = scope.sessions.iter().filter_map(|id| state.sessions.get(id)).filter(|s| !s.tombstone);
+        view.sessions = named.map(|s| (s.id, SessionView::of(state, s))).collect();
+        view
     }
     /// Numbers of members with this standing.
     pub fn with_standing(&self, standing: Standing) -> BTreeSet<u64> {

@@ -44,7 +44,7 @@ pub async fn run(node: Weak<Node>) {
             continue;
         }
         let now = boottime_ms();
-        let view = view::of(&node.state.read());
+        let view = view::of(&node.state.read(), |s| s.owner == me);
         let mut effects = Vec::new();
         match input {
             // Time: what gossip says is taken along.

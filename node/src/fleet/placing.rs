@@ -8,7 +8,7 @@ use crate::node::Node;
 use crate::progress::Steps;
 use ks_fleet::placement::{Cause, Effect, Input, Placer};
 use ks_proto::SessionId;
-use ks_raft::{Assignment, Command, Lapse, Response, Wanted};
+use ks_raft::{Assignment, Command, Lapse, MemberState, Response, Wanted};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -114,7 +114,11 @@ impl Task {
         if term.is_none() && self.term.is_none() {
             return;
         }
-        let view = view::of(&node.state.read());
+        let state = node.state.read();
+        let draining = state.members.values().filter(|m| m.state == MemberState::Draining).map(|m| m.number).collect();
+        let scope = self.placer.scope(draining, &notice.as_ref().map_or(Input::Tick, input));
+        let view = view::within(&state, &scope);
+        drop(state);
         let now = boottime_ms();
         let mut out = Vec::new();
         if term != self.term {
@@ -136,7 +140,7 @@ impl Task {
                     let name = node.fleet.name_of(lapsed);
                     node.state.event("", "node-lapsed", &format!("{name} did not renew its lease: its sessions go to others"));
                 }
-                out.extend(self.placer.step(now, &view, input(n)));
+                out.extend(self.placer.step(now, &view, input(&n)));
             }
             None => {}
         }
@@ -179,13 +183,17 @@ impl Task {
     }
 }
 
-fn input(n: Notice) -> Input {
+fn input(n: &Notice) -> Input {
     match n {
-        Notice::Lapsed { node, term, lapse: _ } => Input::Lapsed { node, term },
-        Notice::Returning { node } => Input::Returning { node },
-        Notice::StartFailed { session, epoch, node, reason } => Input::StartFailed { session, epoch, node, reason },
-        Notice::Started { session, epoch } => Input::Started { session, epoch },
-        Notice::NotAssigned { session, expected_epoch } => Input::NotAssigned { session, expected_epoch },
+        Notice::Lapsed { node, term, lapse: _ } => Input::Lapsed { node: *node, term: *term },
+        Notice::Returning { node } => Input::Returning { node: *node },
+        Notice::StartFailed { session, epoch, node, reason } => {
+            Input::StartFailed { session: *session, epoch: *epoch, node: *node, reason: reason.clone() }
+        }
+        Notice::Started { session, epoch } => Input::Started { session: *session, epoch: *epoch },
+        Notice::NotAssigned { session, expected_epoch } => {
+            Input::NotAssigned { session: *session, expected_epoch: *expected_epoch }
+        }
         Notice::Held(_) => Input::Tick,
     }
 }

@@ -328,11 +328,11 @@ fn tracked(state: &FleetState) -> BTreeMap<u64, Tracked> {
     if state.members.values().filter(|m| m.is_member()).count() < 2 {
         return out;
     }
-    for m in state.members.values() {
-        let owns = || state.sessions.values().any(|s| !s.tombstone && s.owner == m.number);
-        if m.is_member() || owns() {
-            out.insert(m.number, Tracked { incarnation: m.incarnation, admitted: m.is_member() });
-        }
+    let gone = state.members.values().any(|m| !m.is_member());
+    let owners: BTreeSet<u64> =
+        if gone { state.sessions.values().filter(|s| !s.tombstone).map(|s| s.owner).collect() } else { BTreeSet::new() };
+    for m in state.members.values().filter(|m| m.is_member() || owners.contains(&m.number)) {
+        out.insert(m.number, Tracked { incarnation: m.incarnation, admitted: m.is_member() });
     }
     out
 }

@@ -1,56 +1,28 @@
 //! The replicated state, and what gossip says, in the machines' words.
+//!
+//! A view is built anew after every change of the state, so it holds no more sessions than its machine looks at: a fleet may have
+//! ten thousand, of which a node owns a hundred.
 
 use crate::node::Node;
-use ks_fleet::{CheckpointView, FactsView, MemberView, SessionView, Standing, View};
-use ks_raft::{FleetState, MemberState, Wanted};
+use ks_fleet::{FactsView, Scope, View};
+use ks_raft::{FleetState, SessionRecord};
 use std::collections::BTreeMap;
 
-/// The part of the state that the machines decide on.
-pub fn of(state: &FleetState) -> View {
-    let members = state.members.values().map(|m| {
-        let standing = match m.state {
-            MemberState::Active => Standing::Active,
-            MemberState::Draining => Standing::Draining,
-            MemberState::Gone => Standing::Gone,
-        };
-        let view = MemberView {
-            number: m.number,
-            standing,
-            profiles: m.profiles.clone(),
-            domain: m.domain().to_owned(),
-            incarnation: m.incarnation,
-        };
-        (m.number, view)
-    });
-    let sessions = state.sessions.values().filter(|s| !s.tombstone).map(|s| {
-        let checkpoints = s.checkpoints.values().map(|c| CheckpointView {
-            id: c.info.id,
-            token: c.token,
-            holders: state.holders(s, c),
-            branch: c.branch,
-        });
-        let copies = u16::try_from(state.copies_wanted(s)).unwrap_or(u16::MAX);
-        let view = SessionView {
-            id: s.id,
-            owner: s.owner,
-            epoch: s.token.epoch,
-            token: s.token,
-            replicas: s.replicas.clone(),
-            copies,
-            profile: s.params.profile.clone(),
-            memory_mib: s.params.memory_mib,
-            running: s.wanted == Wanted::Running,
-            failed: s.wanted == Wanted::Failed,
-            checkpoints: checkpoints.collect(),
-        };
-        (s.id, view)
-    });
-    View {
-        members: members.collect(),
-        sessions: sessions.collect(),
-        lease_ms: u64::from(state.policy.lease_ms),
-        voters: state.policy.voters,
-    }
+/// The part of the state that a machine decides on: all members, and the sessions that it asks for.
+pub fn of(state: &FleetState, wants: impl Fn(&SessionRecord) -> bool) -> View {
+    capped(state, View::of(state, wants))
+}
+
+/// As [`of`], for a machine that says what it looks at.
+pub fn within(state: &FleetState, scope: &Scope) -> View {
+    capped(state, View::within(state, scope))
+}
+
+/// No more copies are wanted than there are members to keep them.
+fn capped(state: &FleetState, mut view: View) -> View {
+    let active = u16::try_from(state.active().count()).unwrap_or(u16::MAX).max(1);
+    view.sessions.values_mut().for_each(|s| s.copies = s.copies.min(active));
+    view
 }
 
 /// What is known of every member by its last word, this node itself included.

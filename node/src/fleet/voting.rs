@@ -30,7 +30,7 @@ async fn look(node: &Arc<Node>) {
     let membership = consensus.membership();
     let me = node.fleet.number();
     let state = node.state.read();
-    let view = view::of(&state);
+    let view = view::of(&state, |_| false);
     let silent_ms: BTreeMap<u64, u64> =
         state.members.keys().filter(|n| **n != me).filter_map(|n| node.fleet.facts_of(*n).map(|(_, ago)| (*n, ago))).collect();
     let group = Group {

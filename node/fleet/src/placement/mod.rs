@@ -15,7 +15,7 @@ mod score;
 #[cfg(test)]
 mod tests;
 
-use crate::view::{FactsView, SessionView, Standing, View};
+use crate::view::{FactsView, Scope, SessionView, Standing, View};
 use ks_proto::SessionId;
 use score::Desk;
 use std::collections::{BTreeMap, BTreeSet};
@@ -149,6 +149,19 @@ impl Placer {
     /// True if a step could have an effect: the host may skip building a view otherwise.
     pub fn is_busy(&self) -> bool {
         !self.lapsed.is_empty() || !self.jobs.is_empty()
+    }
+    /// What the next step, with this input, looks at: a view may leave out every other session.
+    pub fn scope(&self, draining: BTreeSet<u64>, input: &Input) -> Scope {
+        let mut scope = Scope { owners: draining, sessions: self.jobs.keys().copied().collect() };
+        scope.owners.extend(&self.lapsed);
+        match input {
+            Input::Lapsed { node, .. } => drop(scope.owners.insert(*node)),
+            Input::NotAssigned { session, .. } | Input::StartFailed { session, .. } | Input::Started { session, .. } => {
+                scope.sessions.insert(*session);
+            }
+            Input::BecameLeader { .. } | Input::Deposed | Input::Returning { .. } | Input::Nodes { .. } | Input::Tick => {}
+        }
+        scope
     }
     /// Nodes whose lapse is in force.
     pub fn lapsed(&self) -> &BTreeSet<u64> {

@@ -217,10 +217,19 @@ fn five_hundred_sessions_are_spread_in_one_entry() {
     assert!(per.values().all(|n| *n <= 2), "{per:?}");
 }
 
+/// What [`View::within`] leaves of a view.
+fn within(v: &View, p: &Placer, input: &Input) -> View {
+    let scope = p.scope(v.with_standing(Standing::Draining), input);
+    let mut v = v.clone();
+    v.sessions.retain(|id, s| scope.owners.contains(&s.owner) || scope.sessions.contains(id));
+    v
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
     /// Whatever happens: only live, active, compatible nodes other than the owner; one proposal per epoch at a time; and
-    /// once nodes are there and nothing fails, every session of a lapsed node is placed.
+    /// once nodes are there and nothing fails, every session of a lapsed node is placed. And a placer that sees no more than
+    /// what it asks for decides the same.
     #[test]
     fn placement_is_safe_and_ends(
         owners in prop::collection::vec(1u64..6, 1..30),
@@ -228,7 +237,7 @@ proptest! {
     ) {
         let sessions = owners.iter().enumerate().map(|(n, o)| session(n as u64, *o, &[*o, *o % 5 + 1])).collect();
         let mut v = view(5, sessions);
-        let mut p = leader(&v, &[]);
+        let (mut p, mut narrow) = (leader(&v, &[]), leader(&v, &[]));
         let mut now = 0;
         let mut lapsed_now: BTreeSet<u64> = BTreeSet::new();
         let mut held: BTreeSet<u64> = BTreeSet::new();
@@ -255,8 +264,13 @@ proptest! {
                 _ => Input::Tick,
             };
             let of: Vec<_> = held.iter().map(|n| (*n, 0, 1_000_000)).collect();
-            let mut effects = p.step(now, &v, nodes(&of));
-            effects.extend(p.step(now, &v, input));
+            let mut effects = Vec::new();
+            for input in [nodes(&of), input] {
+                let decided = p.step(now, &v, input.clone());
+                let seen = within(&v, &narrow, &input);
+                prop_assert_eq!(&narrow.step(now, &seen, input), &decided);
+                effects.extend(decided);
+            }
             for e in effects {
                 match e {
                     Effect::Assign { moves, from, term, .. } => {
