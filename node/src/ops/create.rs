@@ -26,8 +26,11 @@ pub const SOFT_MEMORY_MIB: u64 = 512;
 pub const CADENCE_S: u64 = 60;
 /// How long this node may take to hear of a session that another one has just made for it.
 const HEARD: Duration = Duration::from_secs(5);
-/// How long a new session waits for word of the node that it is to begin on: a node that starts is heard of within two rounds of gossip.
+/// How long a new session waits for word of the node that it is to begin on, when that node is connected again: a node that starts is
+/// heard of within two rounds of gossip.
 const NAMED_PATIENCE: Duration = Duration::from_secs(8);
+/// How long when it is not: a node that starts dials the others at once, and one that does not is down.
+const LINK_PATIENCE: Duration = Duration::from_millis(500);
 /// How often it looks meanwhile.
 const NAMED_LOOK: Duration = Duration::from_millis(200);
 
@@ -98,13 +101,19 @@ pub async fn create(node: &Arc<Node>, c: CreateSession, steps: &Steps) -> Result
     if to == node.fleet.number() { create_here(node, c, steps).await } else { create_there(node, to, c, steps).await }
 }
 
-/// A node that was named and has fallen silent is waited for: it may be coming back.
+/// A node that was named, has fallen silent and is connected again is waited for: it is coming back. One without a connection is
+/// refused.
 async fn place_when_heard(node: &Arc<Node>, c: &CreateSession, steps: &Steps) -> Result<u64, ApiError> {
-    let deadline = tokio::time::Instant::now() + NAMED_PATIENCE;
+    let begun = tokio::time::Instant::now();
+    let patience = || {
+        let named = c.node.as_deref().and_then(|n| super::fleet::find(&node.state.read(), n).ok().map(|m| m.number));
+        let linked = named.and_then(|n| node.fleet.link_of(n)).is_some_and(|l| l.connected);
+        if linked { NAMED_PATIENCE } else { LINK_PATIENCE }
+    };
     let mut told = false;
     loop {
         match place(node, c) {
-            Err(e) if e.code == "unreachable" && tokio::time::Instant::now() < deadline => {
+            Err(e) if e.code == "unreachable" && begun.elapsed() < patience() => {
                 if !told {
                     steps.step(format!("waiting for word of {}", c.node.as_deref().unwrap_or_default()), 0, 0);
                     told = true;
