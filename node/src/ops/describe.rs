@@ -1,6 +1,6 @@
 //! Records and machines as the API shows them.
 
-use crate::fleet::call;
+use crate::fleet::{call, owning};
 use crate::host::clock;
 use crate::node::Node;
 use ks_proto::SessionId;
@@ -24,7 +24,7 @@ pub fn session(node: &Node, r: &SessionRecord) -> Session {
             let reason = [silent, Some(v.reason).filter(|r| !r.is_empty())].into_iter().flatten().collect::<Vec<_>>().join("; ");
             (v.state, reason, v.vm.map(|vm| vm.pid))
         }
-        None if r.owner == node.fleet.number() => (SessionState::Creating, String::new(), None),
+        None if r.owner == node.fleet.number() => near(node, r),
         None => far(node, r),
     };
     Session {
@@ -71,6 +71,17 @@ pub fn checkpoint(node: &Node, state: &FleetState, r: &SessionRecord, c: &Checkp
 pub fn checkpoints(node: &Node, r: &SessionRecord) -> Vec<Checkpoint> {
     let state = node.state.read();
     r.checkpoints.values().map(|c| checkpoint(node, &state, r, c)).collect()
+}
+
+/// What there is to tell of a session of this node that has no machine here: it is being made, or ksd was started a moment ago, or
+/// without a quorum, and its VM stands still or runs out its lease until there is one.
+fn near(node: &Node, r: &SessionRecord) -> (SessionState, String, Option<u32>) {
+    if node.is_making(&r.id) {
+        return (SessionState::Creating, String::new(), None);
+    }
+    let led = node.fleet.consensus().leadership().borrow().leader.is_some();
+    let reason = if led { String::new() } else { "not taken up yet: this node waits for a majority of the voters".to_owned() };
+    (owning::state_of(r), reason, None)
 }
 
 /// What the record alone tells of a session whose node has not told more.
