@@ -154,7 +154,7 @@ pub struct Up {
     /// Seconds to wait for the node to answer
     #[arg(long, default_value_t = 60, value_name = "S")]
     pub timeout: u64,
-    /// Where peers and clients reach this node: UDP PORT and PORT+1, TCP PORT; without a port one is picked and kept
+    /// Where peers and clients reach this node: UDP PORT and PORT+1, TCP PORT; kept, and without a port one is picked
     #[arg(long, value_name = "IP[:PORT]", value_parser = fleet_address)]
     pub fleet_address: Option<String>,
     /// MiB per second that checkpoints may take between this node and its peers, each way; else no limit

@@ -31,8 +31,8 @@ pub struct Config {
     pub listen: SocketAddr,
     /// Another place for `api.json`.
     pub api_file: Option<PathBuf>,
-    /// Address of the fleet's planes and HTTPS API; port 0 takes the last one again, or any.
-    pub fleet_address: SocketAddr,
+    /// Address of the fleet's planes and HTTPS API; port 0 takes the last one again, or any. None: the last address, or loopback.
+    pub fleet_address: Option<SocketAddr>,
     /// Bytes per second that the bulk plane may send, and receive; None is no limit.
     pub bulk_bytes_per_s: Option<u64>,
 }

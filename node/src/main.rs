@@ -25,9 +25,9 @@ struct Args {
     #[arg(long)]
     api_file: Option<PathBuf>,
     /// Address of the fleet's planes: UDP PORT and PORT+1 for members, TCP PORT for the HTTPS API. Port 0 takes the last one
-    /// again, or any free one.
-    #[arg(long, default_value = "127.0.0.1:0", value_parser = fleet_address)]
-    fleet_address: SocketAddr,
+    /// again, or any free one. Without it the last address is taken again, or loopback.
+    #[arg(long, value_parser = fleet_address)]
+    fleet_address: Option<SocketAddr>,
     /// MiB per second that checkpoints may take between this node and its peers, each way; without it there is no limit.
     #[arg(long, env = "KS_BULK_MIB_S", value_parser = clap::value_parser!(u32).range(1..))]
     bulk_mib_s: Option<u32>,

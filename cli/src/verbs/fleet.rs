@@ -168,7 +168,7 @@ async fn recover(ctx: &Ctx, yes: bool) -> Res<u8> {
     }
     ctx.note(&format!(
         "{} becomes the only voter of a new generation. What only the other nodes had is lost: sessions go on from\n\
-         the newest checkpoint that this node or a later joiner holds. Old nodes must be wiped before they join again.",
+         the newest checkpoint that this node or a later joiner holds. Nodes that come back follow it, and give up what they decided meanwhile.",
         now.nodes.iter().find(|n| n.number == now.me).map_or("this node".into(), |n| clean(&n.name))
     ));
     if !yes && !ctx.ask_no("Recover?") {

@@ -29,16 +29,19 @@ use ks_net::{ControlPlane, Gossip, JoinToken, Keypair, NodeFacts, PeerId, PeerSt
 use ks_proto::api::ApiError;
 use ks_raft::FleetState;
 use ks_raft::host::Consensus;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 use tokio::sync::{Notify, mpsc, watch};
+use tokio::time::Instant;
 
 /// A member that was not heard of for this long is not called live.
 const LIVENESS_MS: u64 = 5_000;
 /// How long a stream to a member may wait for its connection.
 const CONNECT: Duration = Duration::from_secs(2);
+/// A node that has left is talked to for so long still, or it would not hear the answer to its own farewell.
+const FAREWELL: Duration = Duration::from_secs(1);
 
 /// Where this node is reached.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -245,12 +248,12 @@ impl Fleet {
         &self.fetcher
     }
 
-    /// Takes the members of the state as those to talk to.
-    pub(crate) fn follow_members(&self, state: &FleetState) {
+    /// Takes the members of the state as those to talk to, and for a while those that have just left.
+    pub(crate) fn follow_members(&self, state: &FleetState, leaving: &BTreeMap<u64, Instant>) {
         if state.members.is_empty() {
             return; // nothing applied yet: what it knew when it joined stays
         }
-        let members = state.members.values().filter(|m| m.is_member());
+        let members = state.members.values().filter(|m| m.is_member() || leaving.contains_key(&m.number));
         let rows = members.clone().filter_map(|m| Some((m.number, m.peer_id.parse().ok()?))).collect();
         self.book.set(rows);
         let addrs = members
@@ -264,12 +267,31 @@ impl Fleet {
 /// Follows the members for as long as the node lives.
 pub async fn follow(fleet: Arc<Fleet>) {
     let mut changes = fleet.changes();
+    let (mut before, mut leaving) = (BTreeSet::new(), BTreeMap::new());
     loop {
-        fleet.follow_members(&fleet.state());
-        if changes.changed().await.is_err() {
-            return;
+        let state = fleet.state();
+        let members: BTreeSet<u64> = state.members.values().filter(|m| m.is_member()).map(|m| m.number).collect();
+        farewell(&mut leaving, &before, &members, Instant::now());
+        fleet.follow_members(&state, &leaving);
+        before = members;
+        let next = leaving.values().min().copied();
+        let over = async {
+            match next {
+                Some(at) => tokio::time::sleep_until(at).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            changed = changes.changed() => if changed.is_err() { return },
+            () = over => {}
         }
     }
+}
+
+/// Until when nodes that have left are talked to.
+fn farewell(leaving: &mut BTreeMap<u64, Instant>, before: &BTreeSet<u64>, members: &BTreeSet<u64>, now: Instant) {
+    leaving.extend(before.difference(members).map(|n| (*n, now + FAREWELL)));
+    leaving.retain(|n, until| now < *until && !members.contains(n));
 }
 
 /// This node's place as it knows it.
@@ -316,5 +338,24 @@ pub async fn serve_members(fleet: Arc<Fleet>, router: axum::Router) {
         let Some(number) = fleet.book.number(&peer) else { continue };
         let router = crate::api::serve::through(&router, crate::api::Door::Peer { number });
         tokio::spawn(crate::api::tunnel::serve(stream, router));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_that_left_is_talked_to_for_a_moment() {
+        let (begun, mut leaving) = (Instant::now(), BTreeMap::new());
+        let of = |numbers: &[u64]| numbers.iter().copied().collect::<BTreeSet<u64>>();
+        farewell(&mut leaving, &of(&[]), &of(&[1, 2, 3]), begun);
+        assert!(leaving.is_empty());
+        farewell(&mut leaving, &of(&[1, 2, 3]), &of(&[1, 3]), begun);
+        assert!(leaving.contains_key(&2));
+        farewell(&mut leaving, &of(&[1, 3]), &of(&[1, 3]), begun + FAREWELL / 2);
+        assert!(leaving.contains_key(&2), "the state changed meanwhile");
+        farewell(&mut leaving, &of(&[1, 3]), &of(&[1, 3]), begun + FAREWELL);
+        assert!(leaving.is_empty());
     }
 }

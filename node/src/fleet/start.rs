@@ -13,8 +13,9 @@ use ks_proto::api::ApiError;
 use ks_raft::host::{Consensus, ConsensusConfig, OfflineError, Timing};
 use ks_raft::{Command, FleetState, Member, MemberChange};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
@@ -58,8 +59,8 @@ pub type Tell = Arc<dyn Fn(&str, &str) + Send + Sync>;
 pub struct Opening<'a> {
     /// Data folder.
     pub layout: &'a Layout,
-    /// `--fleet-address`: port 0 takes the one it had, or any.
-    pub address: SocketAddr,
+    /// `--fleet-address`: port 0 takes the one it had, or any. None takes the address it had as well, or loopback.
+    pub address: Option<SocketAddr>,
     /// Caps of the bulk plane.
     pub limits: BulkLimits,
     /// Store and keys.
@@ -154,7 +155,7 @@ pub async fn open(mut o: Opening<'_>) -> Result<(Arc<Fleet>, Mailboxes), String>
         owning: Notify::new(),
         node: std::sync::OnceLock::new(),
     });
-    fleet.follow_members(&state);
+    fleet.follow_members(&state, &BTreeMap::new());
     answerer.serve(&fleet);
     Ok((fleet, Mailboxes { lease, placing, https, tls }))
 }
@@ -196,9 +197,12 @@ fn row(ip: IpAddr, port: u16) -> io::Result<(Addresses, TcpListener)> {
     Ok((Addresses { control, bulk, api }, https))
 }
 
-/// The row it had, else the wanted one, else any. What it took is kept, so that peers find it again.
-fn take_ports(layout: &Layout, wanted: SocketAddr) -> Result<(Addresses, TcpListener), String> {
-    let path = layout.root.join("fleet-port");
+/// The row it had, else the wanted one, else any. What it took is kept, so that peers find it again, and `ks up` alone is enough
+/// after an upgrade.
+fn take_ports(layout: &Layout, wanted: Option<SocketAddr>) -> Result<(Addresses, TcpListener), String> {
+    let (path, ip_path) = (layout.root.join("fleet-port"), layout.root.join("fleet-ip"));
+    let kept_ip = || std::fs::read_to_string(&ip_path).ok().and_then(|t| t.trim().parse().ok());
+    let wanted = wanted.unwrap_or_else(|| SocketAddr::new(kept_ip().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)), 0));
     let kept: Option<u16> = std::fs::read_to_string(&path).ok().and_then(|t| t.trim().parse().ok());
     let first = if wanted.port() == 0 { kept } else { Some(wanted.port()) };
     let said = |port: u16, e: &io::Error| {
@@ -220,7 +224,9 @@ fn take_ports(layout: &Layout, wanted: SocketAddr) -> Result<(Addresses, TcpList
         None => any(wanted.ip()),
     };
     let (addresses, https) = taken.map_err(|e| said(0, &e))?;
-    files::write_atomic(&path, addresses.api.port().to_string().as_bytes()).map_err(|e| format!("{}: {e}", path.display()))?;
+    for (path, text) in [(&path, addresses.api.port().to_string()), (&ip_path, addresses.api.ip().to_string())] {
+        files::write_atomic(path, text.as_bytes()).map_err(|e| format!("{}: {e}", path.display()))?;
+    }
     Ok((addresses, https))
 }
 
@@ -436,5 +442,24 @@ impl Fleet {
             }
             return;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_start_without_an_address_takes_the_one_it_had() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::open(dir.path()).unwrap();
+        let take = |wanted: Option<&str>| take_ports(&layout, wanted.map(|w| w.parse().unwrap())).unwrap().0.api;
+        assert_eq!(take(None).ip(), Ipv4Addr::LOCALHOST);
+        let second = take(Some("127.0.0.2:0"));
+        assert_eq!(second.ip(), Ipv4Addr::new(127, 0, 0, 2));
+        assert_eq!(take(None), second, "as after `ks down`, an upgrade, `ks up`");
+        let third = take(Some("127.0.0.3:0"));
+        assert_eq!((third.ip(), third.port()), (Ipv4Addr::new(127, 0, 0, 3).into(), second.port()), "the machine has moved");
+        assert_eq!(take(None), third);
     }
 }

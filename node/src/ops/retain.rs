@@ -172,7 +172,7 @@ mod tests {
             let inside = runtime.enter();
             let opening = Opening {
                 layout: &layout,
-                address: "127.0.0.1:0".parse().unwrap(),
+                address: "127.0.0.1:0".parse().ok(),
                 limits: ks_bulk::BulkLimits::default(),
                 supply: &supply,
                 deadline,
