@@ -87,7 +87,7 @@ fn run(args: Args) -> Result<u8> {
     match args.command {
         Some(Command::Supervise { args }) => runtime.block_on(supervise::run(args)),
         Some(Command::BenchReplicate { mib, rounds, dir }) => {
-            for line in runtime.block_on(ks_bulk::bench::report(&dir, mib, rounds))? {
+            for line in runtime.block_on(ks_node::host::measure::replicate(&dir, mib, rounds))? {
                 println!("{line}");
             }
             Ok(0)

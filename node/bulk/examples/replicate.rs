@@ -9,7 +9,7 @@ async fn main() -> anyhow::Result<()> {
     let (mib, rounds) = (number(512)?, number(5)?);
     let parent = args.next().unwrap_or_else(|| ".".into());
     let dir = tempfile::tempdir_in(&parent).with_context(|| format!("a folder in {parent}"))?;
-    for line in ks_bulk::bench::report(dir.path(), mib, rounds).await? {
+    for line in ks_bulk::bench::report(dir.path(), mib, rounds, &std::sync::atomic::AtomicBool::new(false)).await? {
         println!("{line}");
     }
     Ok(())

@@ -21,6 +21,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Domain of the benchmark's objects.
@@ -74,11 +75,11 @@ pub fn medians(rounds: &[Round]) -> String {
 }
 
 /// Measures, and gives the lines to print: one of JSON per round, then the medians in words. `dir` is made if it is not there; it
-/// must be empty, and is left with the packs that were sent.
+/// must be empty, and is left with the packs that were sent. `busy` is set while our side of a round runs.
 ///
 /// # Errors
 /// If the folder is not empty, or as [`replicate`].
-pub async fn report(dir: &Path, total_mib: u32, rounds: u32) -> Result<Vec<String>, BenchError> {
+pub async fn report(dir: &Path, total_mib: u32, rounds: u32, busy: &AtomicBool) -> Result<Vec<String>, BenchError> {
     if total_mib == 0 || rounds == 0 {
         return Err(plain("the size")("at least 1 MiB and 1 round"));
     }
@@ -86,7 +87,7 @@ pub async fn report(dir: &Path, total_mib: u32, rounds: u32) -> Result<Vec<Strin
     if std::fs::read_dir(dir).map_err(plain("reading the folder"))?.next().is_some() {
         return Err(plain("the folder")(format!("{} is not empty", dir.display())));
     }
-    let done = replicate(dir, total_mib, rounds).await?;
+    let done = replicate(dir, total_mib, rounds, busy).await?;
     Ok(done.iter().map(Round::line).chain([medians(&done)]).collect())
 }
 
@@ -116,11 +117,11 @@ fn plain<E: std::fmt::Display>(what: &'static str) -> impl Fn(E) -> BenchError {
 }
 
 /// Measures `rounds` rounds of about `total_mib` MiB in `dir`, which must be empty and is left so but for what a caller removes;
-/// ours and plain take turns, each round into fresh folders. Runs both ends in this process.
+/// ours and plain take turns, each round into fresh folders. Runs both ends in this process. `busy` is set while ours runs.
 ///
 /// # Errors
 /// If anything on either side fails.
-pub async fn replicate(dir: &Path, total_mib: u32, rounds: u32) -> Result<Vec<Round>, BenchError> {
+pub async fn replicate(dir: &Path, total_mib: u32, rounds: u32, busy: &AtomicBool) -> Result<Vec<Round>, BenchError> {
     let keys = KeyRing::new([DomainKey::new(DOMAIN, [9; 32])]);
     let from = Store::open(&dir.join("from"))?;
     let id = {
@@ -137,7 +138,10 @@ pub async fn replicate(dir: &Path, total_mib: u32, rounds: u32) -> Result<Vec<Ro
         for first in [n % 2 == 0, n % 2 != 0] {
             let to = dir.join(format!("to-{n}-{first}"));
             if first {
-                (bytes, ours_s) = ours(&to, &source, &id, &keys).await?;
+                busy.store(true, Ordering::Release);
+                let done = ours(&to, &source, &id, &keys).await;
+                busy.store(false, Ordering::Release);
+                (bytes, ours_s) = done?;
             } else {
                 plain_s = plain_round(&to, &files).await?.as_secs_f64();
             }

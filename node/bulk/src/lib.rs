@@ -14,7 +14,8 @@
 //! Deciding code is pure ([`plan`], [`bucket`], [`wire`]); all I/O is in `host/`.
 //!
 //! Everything async runs on the tokio runtime that [`Bulk::start`] was called on; the store's blocking calls run on its
-//! blocking threads. Memory is bounded: at most [`SERVE_MAX`] packs are read and [`PACKS_AT_ONCE`] per fetch written at a time.
+//! blocking threads. Memory is bounded: at most [`SERVE_MAX`] packs are read at a time, and of each fetch
+//! [`PACKS_AT_ONCE`] arrive while [`PACKS_FINISHING`] that have arrived are opened and synced.
 //!
 //! For the node around it:
 //! - A holder answers "I have it" only after `fetch_checkpoint` returned `Ok`; when the fleet's records show that the decision
@@ -33,7 +34,7 @@ pub mod wire;
 
 pub use error::{CallError, FetchError, StartError, Wrong};
 pub use host::endpoint::{Bulk, BulkConfig, BulkEvent, BulkLimits, Holder, ImageFiles, NoImages};
-pub use host::fetch::{Fetched, Fetcher, PACKS_AT_ONCE, Progress};
+pub use host::fetch::{Fetched, Fetcher, PACKS_AT_ONCE, PACKS_FINISHING, Progress};
 pub use host::image::ImageFileGot;
 pub use host::peers::BulkPeers;
 pub use host::provider::SERVE_MAX;

@@ -12,6 +12,7 @@ pub mod guest;
 pub mod heartbeat;
 pub mod image;
 pub mod launch;
+pub mod measure;
 pub mod membership;
 pub mod process;
 pub mod session;

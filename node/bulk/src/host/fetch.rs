@@ -23,11 +23,13 @@ use libp2p_identity::PeerId;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
 /// Packs that one fetch receives at the same time.
 pub const PACKS_AT_ONCE: usize = 3;
+/// Packs of one fetch that have arrived and are opened and synced, while the next ones come.
+pub const PACKS_FINISHING: usize = 3;
 /// Rounds of one fetch: state and segments, then data, and as many again for what holders lose meanwhile.
 const ROUNDS_MAX: u32 = 64;
 /// Failures after which a holder is asked no more in one fetch.
@@ -322,15 +324,16 @@ impl Run<'_> {
         let stop = self.stop.child_token();
         let mut waiting = jobs.into_iter();
         let mut running = FuturesUnordered::new();
+        let lines = Arc::new(Semaphore::new(PACKS_AT_ONCE));
         let (mut came, mut failed, mut fatal) = (0, 0, None);
         loop {
-            while running.len() < PACKS_AT_ONCE && fatal.is_none() {
+            while running.len() < PACKS_AT_ONCE + PACKS_FINISHING && fatal.is_none() {
                 let Some((holder, job)) = waiting.next() else { break };
                 if !self.may_ask(&holder) {
                     failed += 1;
                     continue;
                 }
-                running.push(self.job(holder, job, peek, stop.clone()));
+                running.push(self.job(holder, job, peek, (stop.clone(), lines.clone())));
             }
             match running.next().await {
                 None => break,
@@ -381,7 +384,7 @@ impl Run<'_> {
         holder: Holder,
         job: Job,
         peek: bool,
-        stop: CancellationToken,
+        (stop, lines): (CancellationToken, Arc<Semaphore>),
     ) -> impl Future<Output = (PackId, Result<Done, CallError>)> + Send + 'static {
         let transfer = Transfer {
             inner: self.inner.clone(),
@@ -392,6 +395,7 @@ impl Run<'_> {
             wanted: self.wanted.clone(),
             on_progress: self.on_progress.clone(),
             stop,
+            lines,
             full: self.full.clone(),
         };
         async move {
@@ -415,6 +419,8 @@ struct Transfer {
     wanted: Arc<AtomicU64>,
     on_progress: OnProgress,
     stop: CancellationToken,
+    /// One for each pack that is on its way at once.
+    lines: Arc<Semaphore>,
     /// The disk is full: nothing is left behind.
     full: Arc<AtomicBool>,
 }
@@ -455,6 +461,7 @@ impl Transfer {
             }
         };
         let gone = |e: tokio::task::JoinError| super::call::lost(holder.peer, &e);
+        let line = self.lines.acquire().await.map_err(|e| super::call::lost(holder.peer, &e))?;
         let reception = self.reception.clone();
         let staged = tokio::task::spawn_blocking(move || {
             if reception.has_pack(&pack) {
@@ -481,6 +488,8 @@ impl Transfer {
         } else {
             receive::request(&self.inner, holder, (&pack, bytes), receive::from(at), tx, &watch).await
         };
+        // The next pack comes while this one is opened and synced.
+        drop(line);
         let (got, whole) = match writer.await.map_err(gone)? {
             Ok(whole) => (Ok(()), whole),
             Err(stop) => (Err(stop), false),
@@ -500,8 +509,10 @@ impl Transfer {
         rows: &[PackEntry],
         peek: bool,
     ) -> Result<Done, CallError> {
+        let line = self.lines.acquire().await.map_err(|e| super::call::lost(holder.peer, &e))?;
         let watch = Watch { stop: &self.stop, progress: &|n| self.progress(n) };
         let got = receive::fetch_objects(&self.inner, holder, (&pack, bytes, domain), rows, &watch).await?;
+        drop(line);
         let (n, reception) = (if peek { 0 } else { got.len() as u64 }, self.reception.clone());
         let work = move || if peek { reception.peek(&got) } else { reception.adopt_objects(&got) };
         let stored = tokio::task::spawn_blocking(work).await.map_err(|e| super::call::lost(holder.peer, &e))?;
