@@ -1,6 +1,6 @@
 //! `./dev bench fleet-scale`: how the control plane grows to 100 nodes and 10,000 sessions; JSON on the last line.
 //!
-//! `--svg FILE` writes the plots. `--quick` measures the largest size only.
+//! `--svg FILE` writes the plots. `--quick` measures the largest size only; `--size NODES SESSIONS` another one.
 
 use ks_simulations::scale::{Figures, Size, measure, svg};
 use serde_json::json;
@@ -15,19 +15,23 @@ const WATCH: Duration = Duration::from_secs(20);
 const PLACE_BAR_S: f64 = 0.5;
 
 fn main() -> anyhow::Result<()> {
-    let (mut plot, mut quick) = (None, false);
+    let (mut plot, mut sizes) = (None, SIZES.to_vec());
     let mut args = std::env::args().skip(1);
     while let Some(flag) = args.next() {
         match flag.as_str() {
             "--svg" => plot = Some(PathBuf::from(args.next().ok_or_else(|| anyhow::anyhow!("--svg needs a file"))?)),
-            "--quick" => quick = true,
-            other => anyhow::bail!("{other} is not known; usage: fleet-scale [--quick] [--svg FILE]"),
+            "--quick" => sizes = SIZES[SIZES.len() - 1..].to_vec(),
+            "--size" => {
+                let mut number = || -> anyhow::Result<u64> {
+                    Ok(args.next().ok_or_else(|| anyhow::anyhow!("--size needs NODES SESSIONS"))?.parse()?)
+                };
+                sizes = vec![(number()?, number()?)];
+            }
+            other => anyhow::bail!("{other} is not known; usage: fleet-scale [--quick | --size NODES SESSIONS] [--svg FILE]"),
         }
     }
-    let sizes = if quick { &SIZES[SIZES.len() - 1..] } else { &SIZES[..] };
     let mut all: Vec<Figures> = Vec::new();
     for (nodes, sessions) in sizes {
-        let (nodes, sessions) = (*nodes, *sessions);
         let dir = std::env::temp_dir().join(format!("ks-fleet-scale-{}-{nodes}", std::process::id()));
         std::fs::create_dir_all(&dir)?;
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;

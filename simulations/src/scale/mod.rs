@@ -15,7 +15,7 @@ use hub::{Hub, MemDisk, Plug};
 use ks_proto::{CheckpointId, FleetId, RunToken, SessionId};
 use ks_raft::host::{Consensus, ConsensusConfig, RedbDisk, Timing};
 use ks_raft::{Command, Member, MemberState, Response};
-use node::{Lead, Runner};
+use node::{Lead, Placed, Runner};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -68,14 +68,31 @@ pub struct Figures {
     pub gossip_bytes_node_s: f64,
     /// Leases that lapsed while nothing was wrong.
     pub false_lapses: u64,
-    /// From the declared lapse to the last of 500 sessions at its new owner, seconds; the worst of three.
+    /// From the declared lapse until the last of 500 sessions' new owners knew of it, seconds; the worst of three.
     pub place_500_s: f64,
     /// The same, each.
     pub place_s: Vec<f64>,
+    /// Until the leader had decided all 500, seconds; the worst.
+    pub place_decided_s: f64,
+    /// Until every node knew, whether concerned or not, seconds; the worst.
+    pub place_everywhere_s: f64,
+    /// Processor time of all nodes together meanwhile, seconds; the worst. All of them share the processors of one machine here.
+    pub place_cpu_s: f64,
+    /// Processors of this machine.
+    pub cpus: usize,
+    /// Mean number of runnable tasks in the last minute, of the whole machine, when the first node died.
+    pub load_1m: f64,
     /// What of it the placer itself took, milliseconds; the worst.
     pub decide_ms: f64,
-    /// Filling the fleet with sessions and checkpoints, entries in a second.
+    /// Filling the fleet with sessions and checkpoints while only its three voters run, entries in a second.
     pub entries_s: f64,
+}
+
+/// As the product's: drawn, so that all buckets of the state's map have some.
+fn session_id(n: u64) -> SessionId {
+    let mut id = [0; 16];
+    id.copy_from_slice(&blake3::hash(&n.to_le_bytes()).as_bytes()[..16]);
+    SessionId(id)
 }
 
 fn member(n: u64) -> Member {
@@ -112,14 +129,14 @@ async fn done(node: &Consensus, command: Command) -> anyhow::Result<Response> {
     Ok(node.propose(command).await?.ok()?)
 }
 
-/// A fleet of that many nodes, of which the first three vote.
-async fn form(hub: &Arc<Hub>, dir: &Path, nodes: u64) -> anyhow::Result<Vec<Consensus>> {
+/// A fleet of that many members; the first three run and vote. Gives back all numbers.
+async fn form(hub: &Arc<Hub>, dir: &Path, nodes: u64) -> anyhow::Result<(Vec<Consensus>, Vec<u64>)> {
     let first = open(hub, dir, 1, true).await?;
     first.found().await?;
     let found = Command::Found { fleet_id: FleetId([3; 16]), member: member(1), ca_cert_hex: "ca".into(), now_unix_ms: 1 };
     done(&first, found).await?;
     done(&first, client::image()).await?;
-    let mut all = vec![first.clone()];
+    let (mut voters, mut numbers) = (vec![first.clone()], vec![first.number()]);
     for n in 2..=nodes {
         let token_hash = format!("{n:064x}");
         let made_by = "root".to_owned();
@@ -127,21 +144,33 @@ async fn form(hub: &Arc<Hub>, dir: &Path, nodes: u64) -> anyhow::Result<Vec<Cons
         done(&first, token).await?;
         let joined = done(&first, Command::AddMember { token_hash, member: member(n), now_unix_ms: 1 }).await?;
         let Response::Member { number } = joined else { anyhow::bail!("node {n} was not let in: {joined:?}") };
-        let node = open(hub, dir, number, n <= VOTERS).await?;
-        first.ensure_learner(number).await?;
+        numbers.push(number);
+        if n <= VOTERS {
+            voters.push(open(hub, dir, number, true).await?);
+            first.ensure_learner(number).await?;
+        }
+    }
+    let set: BTreeSet<u64> = voters.iter().map(Consensus::number).collect();
+    first.set_voters(&set, first.membership().guard).await?;
+    Ok((voters, numbers))
+}
+
+/// Starts the members that do not vote, one after another: each takes a snapshot of the filled state.
+async fn grow(hub: &Arc<Hub>, dir: &Path, all: &mut Vec<Consensus>, numbers: &[u64]) -> anyhow::Result<()> {
+    for number in &numbers[all.len()..] {
+        let node = open(hub, dir, *number, false).await?;
+        all[0].ensure_learner(*number).await?;
+        let mut changes = node.changes();
+        let sessions = all[0].state().sessions.len();
+        tokio::time::timeout(PATIENCE, changes.wait_for(|s| s.sessions.len() == sessions)).await??;
         all.push(node);
     }
-    let voters: BTreeSet<u64> = all.iter().take(VOTERS as usize).map(Consensus::number).collect();
-    if nodes >= VOTERS {
-        first.set_voters(&voters, first.membership().guard).await?;
-    }
-    Ok(all)
+    Ok(())
 }
 
 /// Gives the fleet its sessions, each with a checkpoint at two holders: 500 for each node that will die, the others spread.
-async fn fill(all: &[Consensus], sessions: u64) -> anyhow::Result<f64> {
+async fn fill(first: &Consensus, numbers: &[u64], sessions: u64) -> anyhow::Result<f64> {
     let begun = Instant::now();
-    let numbers: Vec<u64> = all.iter().map(Consensus::number).collect();
     let mut work = JoinSet::new();
     for n in 0..sessions {
         let victims = VICTIMS * VICTIM_SESSIONS;
@@ -153,13 +182,12 @@ async fn fill(all: &[Consensus], sessions: u64) -> anyhow::Result<f64> {
         while work.len() >= FILLERS {
             work.join_next().await.transpose()?.transpose()?;
         }
-        let node = all[0].clone();
+        let node = first.clone();
         work.spawn(async move {
             let Some(mut session) = client::session(0, owner, 1) else { anyhow::bail!("a name that is none") };
-            let mut id = [0; 16];
-            id[8..].copy_from_slice(&n.to_be_bytes());
+            let id = session_id(n);
             if let Command::CreateSession { id: i, name, .. } = &mut session {
-                (*i, *name) = (SessionId(id), format!("s{n}").parse()?);
+                (*i, *name) = (id, format!("s{n}").parse()?);
             }
             done(&node, session).await?;
             let mut c = [1; 32];
@@ -167,8 +195,8 @@ async fn fill(all: &[Consensus], sessions: u64) -> anyhow::Result<f64> {
             let info = client::checkpoint(CheckpointId(c), 1);
             let token = RunToken { generation: 0, epoch: 1, run: 0 };
             let holders = if owner == other { vec![owner] } else { vec![owner, other] };
-            done(&node, Command::CommitCheckpoint { id: SessionId(id), token, info, holders: holders.clone() }).await?;
-            done(&node, Command::SetReplicas { session: SessionId(id), expected_epoch: 1, replicas: holders }).await?;
+            done(&node, Command::CommitCheckpoint { id, token, info, holders: holders.clone() }).await?;
+            done(&node, Command::SetReplicas { session: id, expected_epoch: 1, replicas: holders }).await?;
             Ok(())
         });
     }
@@ -176,6 +204,11 @@ async fn fill(all: &[Consensus], sessions: u64) -> anyhow::Result<f64> {
         one??;
     }
     Ok(3.0 * sessions as f64 / begun.elapsed().as_secs_f64())
+}
+
+fn load_1m() -> f64 {
+    let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    text.split(' ').next().and_then(|t| t.parse().ok()).unwrap_or(f64::NAN)
 }
 
 fn percentile(sorted: &[f64], p: f64) -> f64 {
@@ -190,10 +223,11 @@ fn percentile(sorted: &[f64], p: f64) -> f64 {
 pub async fn measure(size: Size, dir: &Path) -> anyhow::Result<Figures> {
     anyhow::ensure!(size.nodes >= 2 * VICTIMS + 2 && size.sessions >= VICTIMS * VICTIM_SESSIONS, "too small: {size:?}");
     let hub = Arc::new(Hub::default());
-    let all = form(&hub, dir, size.nodes).await?;
-    eprintln!("{} nodes are there", size.nodes);
-    let entries_s = fill(&all, size.sessions).await?;
+    let (mut all, numbers) = form(&hub, dir, size.nodes).await?;
+    let entries_s = fill(&all[0], &numbers, size.sessions).await?;
     eprintln!("{} sessions are there, {entries_s:.0} entries/s", size.sessions);
+    grow(&hub, dir, &mut all, &numbers).await?;
+    eprintln!("{} nodes are there", size.nodes);
     let lead = Lead::start(&hub, all[0].clone());
     let mut runners = Vec::new();
     for node in &all {
@@ -216,16 +250,20 @@ pub async fn measure(size: Size, dir: &Path) -> anyhow::Result<Figures> {
     let per_s = |n: u64| n as f64 / s;
     let (granted, rounds, false_lapses) = (lead.granted(), lead.rounds(), lead.lapses());
     let (raft_bytes_s, gossip) = (per_s(hub.raft_bytes.load(Ordering::Relaxed)), per_s(hub.gossip_bytes.load(Ordering::Relaxed)));
-    let mut place_s = Vec::new();
+    let load_1m = load_1m();
+    let mut placed: Vec<Placed> = Vec::new();
     for victim in 0..VICTIMS as usize {
         let at = all.len() - 1 - victim;
         let number = all[at].number();
         hub.unplug(number);
         runners[at].stop();
         all[at].shutdown().await;
-        place_s.push(lead.wait_placed(number, &all[..at], PATIENCE).await?);
-        eprintln!("node {number} died, its sessions were placed in {:.3} s", place_s[victim]);
+        let one = lead.wait_placed(number, &all[..at], PATIENCE).await?;
+        anyhow::ensure!(one.sessions as u64 >= VICTIM_SESSIONS, "node {number} had {} sessions", one.sessions);
+        eprintln!("node {number} died: {one:?}");
+        placed.push(one);
     }
+    let worst = |of: fn(&Placed) -> f64| placed.iter().map(of).fold(0.0, f64::max);
     runners.iter_mut().for_each(Runner::stop);
     let decide_ms = lead.decide_ms();
     for node in &all {
@@ -241,8 +279,13 @@ pub async fn measure(size: Size, dir: &Path) -> anyhow::Result<Figures> {
         raft_bytes_s,
         gossip_bytes_node_s: gossip / size.nodes as f64,
         false_lapses,
-        place_500_s: place_s.iter().copied().fold(0.0, f64::max),
-        place_s,
+        place_500_s: worst(|p| p.told_s),
+        place_s: placed.iter().map(|p| p.told_s).collect(),
+        place_decided_s: worst(|p| p.decided_s),
+        place_everywhere_s: worst(|p| p.everywhere_s),
+        place_cpu_s: worst(|p| p.cpu_s),
+        cpus: std::thread::available_parallelism().map_or(1, usize::from),
+        load_1m,
         decide_ms,
         entries_s,
     })

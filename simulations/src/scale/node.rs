@@ -9,6 +9,7 @@ use chitchat::{
 use ks_fleet::lease::{Answer, Granter, GranterEffect, GranterInput, Holder, HolderEffect, HolderInput};
 use ks_fleet::placement::{Cause, Effect, Input, Placer};
 use ks_fleet::{FactsView, View};
+use ks_proto::SessionId;
 use ks_raft::host::Consensus;
 use ks_raft::{Assignment, Command};
 use std::collections::{BTreeMap, BTreeSet};
@@ -40,7 +41,7 @@ struct Seen {
     granted: u64,
     rounds: u64,
     lapses: u64,
-    lapsed_at: BTreeMap<u64, Instant>,
+    lapsed_at: BTreeMap<u64, (Instant, f64)>,
     decide_ms: f64,
 }
 
@@ -59,7 +60,6 @@ struct Leader {
     seen: Arc<Mutex<Seen>>,
     granter: Granter,
     placer: Placer,
-    view: View,
     requests: BTreeMap<u64, oneshot::Sender<Answer>>,
     tell: mpsc::UnboundedSender<Done>,
     begun: Instant,
@@ -94,7 +94,7 @@ impl Leader {
                     {
                         let mut seen = locked(&self.seen);
                         seen.lapses += 1;
-                        seen.lapsed_at.insert(node, Instant::now());
+                        seen.lapsed_at.insert(node, (Instant::now(), cpu_s()));
                     }
                     let now = self.now();
                     let held: BTreeSet<u64> = self.granter.held(now).collect();
@@ -108,7 +108,9 @@ impl Leader {
     }
     fn place(&mut self, input: Input) {
         let begun = Instant::now();
-        let effects = self.placer.step(self.now(), &self.view, input);
+        // As the product does.
+        let view = View::within(&self.peer.state(), &self.placer.scope(BTreeSet::new(), &input));
+        let effects = self.placer.step(self.now(), &view, input);
         {
             let mut seen = locked(&self.seen);
             seen.decide_ms = seen.decide_ms.max(begun.elapsed().as_secs_f64() * 1000.0);
@@ -137,12 +139,10 @@ impl Lead {
         let (mailbox, mut letters) = mpsc::channel::<Letter>(MAILBOX_MAX);
         let (tell, mut done) = mpsc::unbounded_channel();
         *locked(&hub.leader) = Some(mailbox);
-        let view = View::from(&*peer.state());
         let mut l = Leader {
             seen: seen.clone(),
             granter: Granter::new(3000),
             placer: Placer::new(),
-            view,
             requests: BTreeMap::new(),
             tell,
             begun: Instant::now(),
@@ -150,7 +150,7 @@ impl Lead {
         };
         tokio::spawn(async move {
             let term = l.peer.leadership().borrow().term;
-            let members = GranterInput::Members(l.view.tracked());
+            let members = GranterInput::Members(View::of(&l.peer.state(), |_| false).tracked());
             l.grant(members);
             l.grant(GranterInput::BecameLeader { term });
             l.place(Input::BecameLeader { term });
@@ -171,7 +171,6 @@ impl Lead {
                 let newest = l.peer.state();
                 if !Arc::ptr_eq(&newest, &state) {
                     state = newest;
-                    l.view = View::from(&*state);
                     l.place(Input::Tick);
                 }
                 let held = l.granter.held(l.now()).count() as u64;
@@ -205,23 +204,58 @@ impl Lead {
     pub fn decide_ms(&self) -> f64 {
         locked(&self.seen).decide_ms
     }
-    /// Seconds from the declared lapse of `node` until all of `left` have applied that it owns nothing.
-    pub async fn wait_placed(&self, node: u64, left: &[Consensus], patience: Duration) -> anyhow::Result<f64> {
+    /// What it took to place the sessions of `node`, from its declared lapse; `left` are the other nodes, the leader first.
+    pub async fn wait_placed(&self, node: u64, left: &[Consensus], patience: Duration) -> anyhow::Result<Placed> {
         let begun = Instant::now();
-        let lapsed = loop {
+        let (lapsed, cpu) = loop {
             if let Some(at) = locked(&self.seen).lapsed_at.get(&node).copied() {
                 break at;
             }
             anyhow::ensure!(begun.elapsed() < patience, "the lease of node {node} did not lapse");
             tokio::time::sleep(Duration::from_millis(2)).await;
         };
-        for peer in left {
-            let mut changes = peer.changes();
-            let placed = changes.wait_for(|s| s.sessions.values().all(|s| s.owner != node));
-            tokio::time::timeout(patience, placed).await??;
+        let Some(leader) = left.first() else { anyhow::bail!("no node is left") };
+        let theirs: Vec<SessionId> = leader.state().sessions.values().filter(|s| s.owner == node).map(|s| s.id).collect();
+        let mut changes = leader.changes();
+        let placed = changes.wait_for(|s| theirs.iter().all(|id| s.sessions.get(id).is_none_or(|s| s.owner != node)));
+        let state = tokio::time::timeout(patience, placed).await??.clone();
+        let decided_s = lapsed.elapsed().as_secs_f64();
+        let owners: BTreeSet<u64> = theirs.iter().filter_map(|id| state.sessions.get(id)).map(|s| s.owner).collect();
+        let (mut told_s, mut everywhere_s) = (decided_s, decided_s);
+        // The new owners first; each of them may have been told while another was waited for, so this is the time of the last.
+        for first in [true, false] {
+            for peer in left.iter().filter(|p| owners.contains(&p.number()) == first) {
+                let mut changes = peer.changes();
+                tokio::time::timeout(patience, changes.wait_for(|s| s.applied >= state.applied)).await??;
+            }
+            everywhere_s = lapsed.elapsed().as_secs_f64();
+            if first {
+                told_s = everywhere_s;
+            }
         }
-        Ok(lapsed.elapsed().as_secs_f64())
+        Ok(Placed { sessions: theirs.len(), decided_s, told_s, everywhere_s, cpu_s: cpu_s() - cpu })
     }
+}
+
+/// What one dead node cost.
+#[derive(Debug, Clone, Copy)]
+pub struct Placed {
+    /// Its sessions.
+    pub sessions: usize,
+    /// Until the leader had decided all, by a majority of the voters.
+    pub decided_s: f64,
+    /// Until every new owner knew of its own.
+    pub told_s: f64,
+    /// Until every node knew of all.
+    pub everywhere_s: f64,
+    /// Processor time of all nodes together until then.
+    pub cpu_s: f64,
+}
+
+/// Processor time of this process so far, seconds.
+fn cpu_s() -> f64 {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    t.tv_sec as f64 + t.tv_nsec as f64 / 1e9
 }
 
 /// One node's part.

@@ -12,13 +12,15 @@ const PANELS_ACROSS: usize = 3;
 /// Name of a panel, and its figure.
 type Panel = (&'static str, fn(&Figures) -> f64);
 
-const PANELS: [Panel; 6] = [
+const PANELS: [Panel; 8] = [
     ("lease renewals granted, per second", |f| f.renewals_s),
     ("renewal to grant, p99, ms", |f| f.renewal_p99_ms),
     ("quorum rounds, per second", |f| f.rounds_s),
     ("consensus, KiB per second, whole fleet", |f| f.raft_bytes_s / 1024.0),
     ("gossip, KiB per second and node", |f| f.gossip_bytes_node_s / 1024.0),
-    ("placing 500 sessions of a dead node, s", |f| f.place_500_s),
+    ("500 sessions of a dead node: decided, s", |f| f.place_decided_s),
+    ("the same: every new owner knows, s", |f| f.place_500_s),
+    ("the same: processor time of all nodes, s", |f| f.place_cpu_s),
 ];
 
 /// All panels.
