@@ -2,8 +2,8 @@
 //!
 //! Every batch of log entries publishes the state to readers. With 10,000 sessions a plain map would be copied whole
 //! each time, so records sit behind `Arc`s in 256 buckets by the first byte of the id (ids are random): a change after a
-//! clone copies 256 pointers, one bucket of pointers, and one record. Beside the records each bucket holds two indexes,
-//! so that a name and the forks of a session are found without looking at all sessions.
+//! clone copies 256 pointers, one bucket of pointers, and one record. Two indexes, so that a name and the forks of a session are
+//! found without looking at all sessions, are in buckets of their own: a change of a record copies none of their strings.
 
 use crate::record::SessionRecord;
 use ks_proto::{SessionId, SessionName};
@@ -17,20 +17,22 @@ use std::sync::Arc;
 
 const BUCKETS: usize = 256;
 
-#[derive(Clone, Default)]
-struct Bucket {
-    records: BTreeMap<SessionId, Arc<SessionRecord>>,
-    /// By the hash of the name. May point at a removed session, so a hit is checked.
-    names: BTreeMap<SessionName, SessionId>,
-    /// By the parent's id: the sessions that were forked from it.
-    children: BTreeMap<SessionId, BTreeSet<SessionId>>,
-}
+/// Maps that are copied one by one, when they are changed after a clone.
+type Buckets<K, V> = Arc<Vec<Arc<BTreeMap<K, V>>>>;
 
 /// Sessions by id. Cloning is O(1); names and lineage of a record do not change after it was inserted.
 #[derive(Clone)]
 pub struct SessionMap {
-    buckets: Arc<Vec<Arc<Bucket>>>,
+    records: Buckets<SessionId, Arc<SessionRecord>>,
+    /// By the hash of the name. May point at a removed session, so a hit is checked.
+    names: Buckets<SessionName, SessionId>,
+    /// By the parent's id: the sessions that were forked from it.
+    children: Buckets<SessionId, BTreeSet<SessionId>>,
     len: usize,
+}
+
+fn bucket<K: Clone, V: Clone>(buckets: &mut Buckets<K, V>, at: usize) -> &mut BTreeMap<K, V> {
+    Arc::make_mut(&mut Arc::make_mut(buckets)[at])
 }
 
 fn at(id: &SessionId) -> usize {
@@ -45,7 +47,10 @@ fn name_at(name: &str) -> usize {
 
 impl Default for SessionMap {
     fn default() -> Self {
-        Self { buckets: Arc::new(vec![Arc::default(); BUCKETS]), len: 0 }
+        fn empty<K, V>() -> Buckets<K, V> {
+            Arc::new((0..BUCKETS).map(|_| Arc::default()).collect())
+        }
+        Self { records: empty(), names: empty(), children: empty(), len: 0 }
     }
 }
 
@@ -60,22 +65,22 @@ impl SessionMap {
     }
     /// The record of `id`.
     pub fn get(&self, id: &SessionId) -> Option<&SessionRecord> {
-        self.buckets[at(id)].records.get(id).map(|r| &**r)
+        self.records[at(id)].get(id).map(|r| &**r)
     }
     /// The record of `id`, shared.
     pub fn shared(&self, id: &SessionId) -> Option<Arc<SessionRecord>> {
-        self.buckets[at(id)].records.get(id).cloned()
+        self.records[at(id)].get(id).cloned()
     }
     /// True if `id` is there.
     pub fn contains_key(&self, id: &SessionId) -> bool {
-        self.buckets[at(id)].records.contains_key(id)
+        self.records[at(id)].contains_key(id)
     }
     /// The record of `id`, to be changed. Its id, name and parent must stay what they are.
     pub fn get_mut(&mut self, id: &SessionId) -> Option<&mut SessionRecord> {
         if !self.contains_key(id) {
             return None;
         }
-        self.bucket(at(id)).records.get_mut(id).map(Arc::make_mut)
+        bucket(&mut self.records, at(id)).get_mut(id).map(Arc::make_mut)
     }
     /// Puts a record in, under its own id.
     pub fn insert(&mut self, record: SessionRecord) {
@@ -83,24 +88,24 @@ impl SessionMap {
         self.len += 1;
         let id = record.id;
         if !record.tombstone {
-            self.bucket(name_at(record.name.as_str())).names.insert(record.name.clone(), id);
+            bucket(&mut self.names, name_at(record.name.as_str())).insert(record.name.clone(), id);
         }
         if let Some(f) = &record.forked_from {
-            self.bucket(at(&f.session)).children.entry(f.session).or_default().insert(id);
+            bucket(&mut self.children, at(&f.session)).entry(f.session).or_default().insert(id);
         }
-        self.bucket(at(&id)).records.insert(id, Arc::new(record));
+        bucket(&mut self.records, at(&id)).insert(id, Arc::new(record));
     }
     /// Takes a record out.
     pub fn remove(&mut self, id: &SessionId) -> Option<Arc<SessionRecord>> {
         let record = self.shared(id)?;
         self.len -= 1;
-        self.bucket(at(id)).records.remove(id);
-        let names = &mut self.bucket(name_at(record.name.as_str())).names;
+        bucket(&mut self.records, at(id)).remove(id);
+        let names = bucket(&mut self.names, name_at(record.name.as_str()));
         if names.get(&record.name) == Some(id) {
             names.remove(&record.name);
         }
         if let Some(f) = &record.forked_from {
-            let children = &mut self.bucket(at(&f.session)).children;
+            let children = bucket(&mut self.children, at(&f.session));
             if let Some(set) = children.get_mut(&f.session) {
                 set.remove(id);
                 if set.is_empty() {
@@ -112,24 +117,24 @@ impl SessionMap {
     }
     /// The live session of that name.
     pub fn by_name(&self, name: &SessionName) -> Option<&SessionRecord> {
-        let id = self.buckets[name_at(name.as_str())].names.get(name)?;
+        let id = self.names[name_at(name.as_str())].get(name)?;
         self.get(id).filter(|s| !s.tombstone)
     }
     /// The sessions that were forked from a checkpoint of `parent`.
     pub fn children(&self, parent: &SessionId) -> impl Iterator<Item = &SessionRecord> {
-        self.buckets[at(parent)].children.get(parent).into_iter().flatten().filter_map(|id| self.get(id))
+        self.children[at(parent)].get(parent).into_iter().flatten().filter_map(|id| self.get(id))
     }
     /// All records in the order of their ids.
     pub fn values(&self) -> impl Iterator<Item = &SessionRecord> {
-        self.buckets.iter().flat_map(|b| b.records.values()).map(|r| &**r)
+        self.records.iter().flat_map(|b| b.values()).map(|r| &**r)
     }
     /// All ids in order.
     pub fn keys(&self) -> impl Iterator<Item = &SessionId> {
-        self.buckets.iter().flat_map(|b| b.records.keys())
+        self.records.iter().flat_map(|b| b.keys())
     }
     /// All ids and records in order.
     pub fn iter(&self) -> impl Iterator<Item = (&SessionId, &SessionRecord)> {
-        self.buckets.iter().flat_map(|b| b.records.iter()).map(|(k, r)| (k, &**r))
+        self.records.iter().flat_map(|b| b.iter()).map(|(k, r)| (k, &**r))
     }
     /// Changes every record that `wants` says yes to; the others are not copied.
     pub fn edit_all(&mut self, wants: impl Fn(&SessionRecord) -> bool, mut change: impl FnMut(&mut SessionRecord)) {
@@ -139,10 +144,6 @@ impl SessionMap {
                 change(s);
             }
         }
-    }
-
-    fn bucket(&mut self, at: usize) -> &mut Bucket {
-        Arc::make_mut(&mut Arc::make_mut(&mut self.buckets)[at])
     }
 }
 
