@@ -19,6 +19,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// How long the VMM may take to stop or start its guest.
+const PAUSE_DEADLINE: Duration = Duration::from_secs(30);
 const CHECKPOINT_DEADLINE: Duration = Duration::from_secs(900);
 
 /// A session's machine id: the same for its life, another for every fork.
@@ -142,7 +144,8 @@ pub async fn adopt(node: &Arc<Node>, r: &SessionRecord, dir: &Path) -> Result<Li
     }
 }
 
-/// Takes one checkpoint and waits until it is durable and recorded. The guest goes on as soon as its pause is over.
+/// Takes one checkpoint and waits until it is durable and recorded. The guest goes on as soon as its pause is over; with
+/// `job.hold` it stays stopped at that instant, unless the checkpoint fails.
 ///
 /// # Errors
 /// Why it is absent; the session runs on.
@@ -150,7 +153,11 @@ pub async fn checkpoint(vm: &Arc<LiveVm>, name: &str, parent: Option<CheckpointI
     if job.freeze {
         vm.guest.freeze().await?;
     }
-    let frozen = job.freeze;
+    let (frozen, hold) = (job.freeze, job.hold);
+    if hold && let Err(f) = vm.control.order(VmmRequest::Pause {}, &[], PAUSE_DEADLINE).await {
+        go_on(vm, name).await;
+        return Err(fault(f));
+    }
     let mut resumed = vm.resumed.clone();
     resumed.mark_unchanged();
     vm.uploader.expect(job);
@@ -174,10 +181,29 @@ pub async fn checkpoint(vm: &Arc<LiveVm>, name: &str, parent: Option<CheckpointI
         if !after.is_finished() {
             // It failed before or in its pause: nobody may stay frozen.
             after.abort();
+            if hold {
+                resume(vm, name).await;
+            }
             after_pause(vm, name, frozen).await;
         }
     }
+    if hold {
+        // A held guest never tells that it goes on.
+        after.abort();
+    }
     result
+}
+
+async fn resume(vm: &LiveVm, name: &str) {
+    if let Err(e) = vm.control.order(VmmRequest::Resume {}, &[], PAUSE_DEADLINE).await {
+        tracing::warn!(session = name, "the guest does not go on: {e}");
+    }
+}
+
+/// A guest that a checkpoint with `hold` left stopped goes on.
+pub async fn go_on(vm: &LiveVm, name: &str) {
+    resume(vm, name).await;
+    after_pause(vm, name, false).await;
 }
 
 /// The guest goes on: its clock is stepped over the pause, and frozen programs go on too.

@@ -363,6 +363,12 @@ impl Actor {
                 self.spawn_input(async { input });
             }
             Effect::TakeCheckpoint { token, job } => self.take_checkpoint(token, job),
+            Effect::GoOn => {
+                if let Some(vm) = self.view.borrow().vm.clone() {
+                    let name = self.name.clone();
+                    tokio::spawn(async move { launch::go_on(&vm, &name).await });
+                }
+            }
             // A node that cannot start it lets the leader try another one first.
             Effect::SetWanted { wanted: Wanted::Failed, reason } if others_could(node, &self.id) => {
                 let (node, session, epoch) = (node.clone(), self.id, self.epoch);
@@ -420,11 +426,17 @@ impl Actor {
         let vm = self.view.borrow().vm.clone();
         self.view.send_modify(|v| v.vm = None);
         let dirs = run_dirs(node, self.id);
+        let tx = self.tx.clone();
         self.spawn_input(async move {
-            if let Some(vm) = vm
-                && let Err(why) = vm.end().await
-            {
-                return Input::ProcessStays { why };
+            if let Some(vm) = vm {
+                if let Err(why) = vm.end().await {
+                    return Input::ProcessStays { why };
+                }
+                let (uploader, token) = (vm.uploader.clone(), vm.token);
+                let last = tokio::task::spawn_blocking(move || uploader.close()).await;
+                if let (Ok(Some(checkpoint)), Some(tx)) = (last, tx.upgrade()) {
+                    let _ = tx.send(Message::Input(Input::Committed { token, checkpoint })).await;
+                }
             }
             for dir in dirs {
                 if let Err(why) = end_dir(&dir).await {

@@ -39,6 +39,10 @@ pub struct Uploader {
     job: Mutex<Option<Job>>,
     /// The last one that was committed.
     committed: Mutex<Option<Checkpointed>>,
+    /// Held while one is being committed; true once the VM is dead and no more may be.
+    closed: Mutex<bool>,
+    /// The last one of all, whatever was ordered since.
+    latest: Mutex<Option<Checkpointed>>,
     used: Mutex<BTreeMap<ChunkId, u64>>,
 }
 
@@ -50,7 +54,17 @@ impl Uploader {
         let scope = UploadScope { keys: supply.keys.clone(), write_domain, bases };
         let upload = supply.store.begin_upload(scope);
         let (store, keys) = (supply.store.clone(), supply.keys.clone());
-        Self { store, keys, upload, sink, job: Mutex::default(), committed: Mutex::default(), used: Mutex::default() }
+        Self {
+            store,
+            keys,
+            upload,
+            sink,
+            job: Mutex::default(),
+            committed: Mutex::default(),
+            closed: Mutex::default(),
+            latest: Mutex::default(),
+            used: Mutex::default(),
+        }
     }
 
     /// Says which checkpoint the next commit is.
@@ -68,6 +82,12 @@ impl Uploader {
     /// The checkpoint that was committed since [`Self::expect`].
     pub fn committed(&self) -> Option<Checkpointed> {
         *self.committed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The VM is dead: nothing is committed from now on, and the last one that was is told. Blocks while one is being committed.
+    pub fn close(&self) -> Option<Checkpointed> {
+        *self.closed.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *self.latest.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Serves one request; descriptors go back with the answer.
@@ -123,6 +143,10 @@ impl Uploader {
 
     fn commit(&self, stats: CheckpointStats, fds: Vec<OwnedFd>) -> Result<(), Fault> {
         let bad = |why: String| Fault::new("bad-request", "the checkpoint to commit", why, "report this");
+        let closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        if *closed {
+            return Err(bad("its VM was found dead".into()));
+        }
         let Some(job) = self.job.lock().unwrap_or_else(PoisonError::into_inner).clone() else {
             return Err(bad("nobody ordered it from this connection".into()));
         };
@@ -145,6 +169,8 @@ impl Uploader {
         let number = self.record(&job, id, &manifest, &stats)?;
         self.job.lock().unwrap_or_else(PoisonError::into_inner).take();
         *self.committed.lock().unwrap_or_else(PoisonError::into_inner) = Some(Checkpointed { number, id });
+        *self.latest.lock().unwrap_or_else(PoisonError::into_inner) = Some(Checkpointed { number, id });
+        drop(closed);
         Ok(())
     }
 

@@ -47,6 +47,9 @@ pub struct Job {
     pub pin: bool,
     /// Freeze the user's processes first, so that children of this point draw no equal randomness.
     pub freeze: bool,
+    /// Its instant is the guest's last: it stays stopped while the checkpoint is stored, because what follows ends it. What it did
+    /// and answered meanwhile would be lost. It goes on if the checkpoint fails.
+    pub hold: bool,
     /// Who waits.
     pub asks: Vec<AskId>,
 }
@@ -55,6 +58,10 @@ impl Job {
     /// A job nobody waits for.
     pub fn quiet(reason: &str) -> Self {
         Self { reason: reason.into(), ..Self::default() }
+    }
+    /// A job nobody waits for, that is the run's last.
+    pub fn last(reason: &str) -> Self {
+        Self { reason: reason.into(), hold: true, ..Self::default() }
     }
     /// One checkpoint serves both: notes are joined, the stricter wish wins.
     pub(super) fn merge(&mut self, o: Job) {
@@ -66,6 +73,7 @@ impl Job {
         }
         self.pin |= o.pin;
         self.freeze |= o.freeze;
+        self.hold |= o.hold;
         self.asks.extend(o.asks);
     }
 }
@@ -124,6 +132,9 @@ pub enum Input {
     Ask(AskId, Request),
     /// Every process of earlier runs is dead.
     ProcessGone,
+    /// The run's newest recorded checkpoint, told after its processes are dead and before ProcessGone: its VM may have died between
+    /// the record and its own answer.
+    Committed { token: RunToken, checkpoint: Checkpointed },
     /// A process of an earlier run could not be ended.
     ProcessStays { why: String },
     /// The run counter was raised durably.
@@ -164,6 +175,8 @@ pub enum Effect {
     KillProcess,
     /// Raise the run counter durably; answered with RunBegan or RunRefused.
     BeginRun { from: CheckpointId },
+    /// Let the guest go on, that a checkpoint with `hold` left stopped.
+    GoOn,
     /// Start the VM of `token`; answered with Ready or StartFailed.
     Launch { token: RunToken, from: Head, verify_eager: bool },
     /// Name the checkpoint `than`, and find the own one before it that is not among `skipped`; answered with Older.

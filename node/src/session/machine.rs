@@ -114,6 +114,7 @@ impl Machine {
             Input::Adopted => self.adopted(now, &mut out),
             Input::Ask(ask, request) => self.asked(now, ask, request, &mut out),
             Input::ProcessGone => self.process_gone(now, &mut out),
+            Input::Committed { token, checkpoint } => self.committed(token, checkpoint, &mut out),
             Input::ProcessStays { why } => self.process_stays(why, &mut out),
             Input::RunBegan { token } => self.run_began(token, &mut out),
             Input::RunRefused { error } => self.run_refused(now, error, &mut out),
@@ -198,7 +199,7 @@ impl Machine {
                 }
             }
             Request::Checkpoint { reason, message, pin, freeze } => {
-                let job = Job { reason, message, pin, freeze, asks: vec![ask] };
+                let job = Job { reason, message, pin, freeze, hold: false, asks: vec![ask] };
                 if resting {
                     out.push(refuse(
                         ask,
@@ -222,7 +223,7 @@ impl Machine {
                 } else if running {
                     self.then = Some(then);
                     let message = format!("before restore to {}", to.id.short());
-                    self.take(now, Job { message, ..Job::quiet("demand") }, out);
+                    self.take(now, Job { message, ..Job::last("demand") }, out);
                 } else {
                     self.restore_now(to, verify_eager, ask, out);
                 }
@@ -238,12 +239,12 @@ impl Machine {
 
     fn kill(&mut self, ask: AskId, out: &mut Vec<Effect>) {
         if self.state != SessionState::Running || self.stage != Stage::Still {
-            out.push(refuse(
-                ask,
-                "busy",
-                format!("the session is {}, so there is no VM to kill", self.state),
-                "wait until it runs",
-            ));
+            let next = match self.state {
+                SessionState::Parked | SessionState::Stopped => "ks wake it first, if you want to see it crash",
+                SessionState::Failed => "ks wake tries it again, ks restore NAME@cN goes back further",
+                _ => "wait until it runs",
+            };
+            out.push(refuse(ask, "busy", format!("the session is {}, so there is no VM to kill", self.state), next));
         } else if self.head.kind == HeadKind::Golden {
             let next = "take a checkpoint first: ks checkpoint NAME";
             out.push(refuse(ask, "never-checkpointed", "it has no checkpoint yet and would lose everything", next));
@@ -284,7 +285,7 @@ impl Machine {
             }
             (SessionState::Running, None) => {
                 self.then = Some(Then::Rest(rest, asks));
-                self.take(now, Job::quiet(rest.reason()), out);
+                self.take(now, Job::last(rest.reason()), out);
             }
             (SessionState::Parked | SessionState::Stopped | SessionState::Failed, _) if rest == Rest::Leaving => {
                 // Nothing runs: the next owner finds it as the record says.
@@ -356,7 +357,9 @@ impl Machine {
         out.push(Effect::TakeCheckpoint { token: self.token, job });
     }
 
-    fn enqueue(&mut self, job: Job) {
+    fn enqueue(&mut self, mut job: Job) {
+        // Behind the run's last instant nothing happens any more.
+        job.hold |= self.storing.as_ref().is_some_and(|s| s.hold);
         match &mut self.queued {
             Some(q) => q.merge(job),
             None => self.queued = Some(job),
@@ -371,7 +374,30 @@ impl Machine {
         self.head = Head { id: checkpoint.id, kind: HeadKind::Own };
         self.falls.stored();
         out.extend(job.asks.iter().map(|&ask| Effect::Reply { ask, result: Ok(Answer::Checkpoint(checkpoint)) }));
+        if job.hold && self.queued.is_none() && self.then.is_none() {
+            // What should have followed was called off: somebody came while an idle session was being parked.
+            out.push(Effect::GoOn);
+        }
         self.next_job(out);
+    }
+
+    /// The run ended by itself, and had recorded more than it told.
+    fn committed(&mut self, token: RunToken, checkpoint: Checkpointed, out: &mut Vec<Effect>) {
+        if token != self.token || self.state != SessionState::Recovering || self.head.id == checkpoint.id {
+            return;
+        }
+        match self.stage {
+            Stage::EndingToStart | Stage::EndingToFallBack(_) => {}
+            // It was thought to have none.
+            Stage::EndingToFail(_) if self.head.kind == HeadKind::Golden => self.stage = Stage::EndingToStart,
+            _ => return,
+        }
+        self.head = Head { id: checkpoint.id, kind: HeadKind::Own };
+        self.falls.stored();
+        out.push(Effect::Event {
+            kind: "checkpoint",
+            text: format!("c{} was recorded before the VM was lost", checkpoint.number),
+        });
     }
 
     fn not_stored(&mut self, token: RunToken, error: ApiError, out: &mut Vec<Effect>) {
@@ -619,7 +645,12 @@ impl Machine {
     fn recover(&mut self, cause: String, out: &mut Vec<Effect>) {
         out.push(Effect::NoteLost { cause: cause.clone() });
         out.push(Effect::Event { kind: "lost", text: cause.clone() });
-        self.drop_work(&gone_error("the VM was lost meanwhile; that checkpoint is absent and the session comes back"), out);
+        self.drop_work(
+            &gone_error(
+                "the VM was lost meanwhile, and the session comes back; ks checkpoints shows whether this one was still stored",
+            ),
+            out,
+        );
         self.state = SessionState::Recovering;
         if self.head.kind == HeadKind::Golden {
             let next = "nothing of it was kept: ks rm NAME and run it again";

@@ -32,7 +32,10 @@ pub(super) fn word(e: &Effect) -> Option<String> {
         Effect::FindOlder { than, skipped } => format!("older:{}-{}", than.0[0], skipped.len()),
         Effect::BeginRun { from } => format!("begin:{}", from.0[0]),
         Effect::Launch { token, from, .. } => format!("launch:{}:{}:{:?}", token.run, from.id.0[0], from.kind),
-        Effect::TakeCheckpoint { job, .. } => format!("take:{}{}", job.reason, if job.freeze { "+freeze" } else { "" }),
+        Effect::TakeCheckpoint { job, .. } => {
+            format!("take:{}{}{}", job.reason, if job.freeze { "+freeze" } else { "" }, if job.hold { "+hold" } else { "" })
+        }
+        Effect::GoOn => "go-on".into(),
         Effect::SetWanted { wanted, .. } => format!("want:{wanted:?}"),
         Effect::NoteLost { .. } => "lost".into(),
         Effect::NoteBack { from } => format!("back:{}", from.0[0]),
@@ -250,7 +253,7 @@ fn restore_takes_a_checkpoint_first_and_then_starts_from_the_wanted_one() {
     check_from(
         running(),
         vec![
-            (1, restore(1), "take:demand"),
+            (1, restore(1), "take:demand+hold"),
             (2, restore(2), "no2:busy"),
             (3, stored(1, 8), "want:Running [starting] end"),
             (4, Input::ProcessGone, "begin:3"),
@@ -264,7 +267,7 @@ fn restore_takes_a_checkpoint_first_and_then_starts_from_the_wanted_one() {
     check_from(
         running(),
         vec![
-            (1, restore(1), "take:demand"),
+            (1, restore(1), "take:demand+hold"),
             (2, Input::NotStored { token: token(1), error: error("disk-full") }, "no1:disk-full"),
             (3, Input::Ask(4, Request::AwaitRunning), "ok4"),
         ],
@@ -276,7 +279,7 @@ fn park_stores_first_and_whoever_comes_wakes_it() {
     check_from(
         running(),
         vec![
-            (1, Input::Ask(1, Request::Park), "take:park"),
+            (1, Input::Ask(1, Request::Park), "take:park+hold"),
             (2, Input::Ask(2, Request::Park), ""),
             (3, stored(1, 2), "want:Parked end"),
             (4, Input::ProcessGone, "want:Parked [parked] ok1 ok2"),
@@ -285,7 +288,7 @@ fn park_stores_first_and_whoever_comes_wakes_it() {
             (7, Input::ProcessGone, "begin:2"),
             (8, Input::RunBegan { token: token(2) }, "launch:2:2:Own"),
             (9, Input::Ready { token: token(2) }, "back:2 [running] ok4"),
-            (10, Input::Ask(5, Request::Stop), "take:stop"),
+            (10, Input::Ask(5, Request::Stop), "take:stop+hold"),
             (11, Input::NotStored { token: token(2), error: error("disk-full") }, "no5:disk-full"),
         ],
     );
@@ -293,7 +296,7 @@ fn park_stores_first_and_whoever_comes_wakes_it() {
     check_from(
         running(),
         vec![
-            (1, Input::Ask(1, Request::Park), "take:park"),
+            (1, Input::Ask(1, Request::Park), "take:park+hold"),
             (2, stored(1, 2), "want:Parked end"),
             (3, Input::Ask(2, Request::AwaitRunning), ""),
             (4, Input::ProcessGone, "want:Parked [parked] ok1 want:Running [starting] end"),
@@ -371,11 +374,11 @@ fn cadence_and_idle_follow_their_timers() {
     check_from(
         m,
         vec![
-            (67_000, Input::Tick, "take:park"),
+            (67_000, Input::Tick, "take:park+hold"),
             // Idle only: whoever comes now keeps it awake.
             (67_001, Input::Ask(1, Request::AwaitRunning), "ok1"),
-            (67_002, stored(1, 3), ""),
-            (72_001, Input::Tick, "take:park"),
+            (67_002, stored(1, 3), "go-on"),
+            (72_001, Input::Tick, "take:park+hold"),
             (72_002, stored(1, 4), "want:Parked end"),
             (72_003, Input::ProcessGone, "want:Parked [parked]"),
         ],
@@ -395,6 +398,76 @@ fn removal_refuses_everybody_else_and_forgets_once_the_process_is_dead() {
     );
 }
 
+/// The host found this checkpoint recorded once the run's processes were dead.
+fn committed(run: u64, n: u8) -> Input {
+    let Input::Stored { token, checkpoint } = stored(run, n) else { unreachable!("it is one") };
+    Input::Committed { token, checkpoint }
+}
+
+#[test]
+fn what_was_recorded_before_the_vm_died_is_gone_on_from() {
+    check_from(
+        running(),
+        vec![
+            (1, Input::Ask(1, demand(false)), "take:demand"),
+            (20_000, Input::Lost { token: token(1), cause: "killed".into() }, "lost no1:busy [recovering] end"),
+            (20_001, committed(1, 4), ""),
+            (20_002, Input::ProcessGone, "begin:4"),
+        ],
+    );
+    // Its first one: the session was about to be given up as never checkpointed.
+    let golden = Machine::new(policy(), SessionState::Starting, token(0), head(9, HeadKind::Golden));
+    check_from(
+        golden,
+        vec![
+            (0, Input::Begin, "[starting] end"),
+            (0, Input::ProcessGone, "begin:9"),
+            (0, Input::RunBegan { token: token(1) }, "launch:1:9:Golden"),
+            (0, Input::Ready { token: token(1) }, "back:9 [running]"),
+            (1, Input::Ask(1, demand(false)), "take:demand"),
+            (2, Input::Lost { token: token(1), cause: "killed".into() }, "lost no1:busy end"),
+            (3, committed(1, 4), ""),
+            (4, Input::ProcessGone, "begin:4"),
+        ],
+    );
+    // A person's restore is not overruled, nor is one of an earlier run believed.
+    let restore = Input::Ask(1, Request::Restore { to: head(3, HeadKind::Own), verify_eager: false });
+    check_from(
+        running(),
+        vec![
+            (1, restore, "take:demand+hold"),
+            (2, stored(1, 8), "want:Running [starting] end"),
+            (3, committed(1, 8), ""),
+            (4, Input::ProcessGone, "begin:3"),
+        ],
+    );
+}
+
+#[test]
+fn behind_the_last_instant_nothing_happens_that_would_be_lost() {
+    // What is asked for meanwhile is taken of the stopped guest, too.
+    check_from(
+        running(),
+        vec![
+            (1, Input::Ask(1, Request::Park), "take:park+hold"),
+            (2, Input::Ask(2, demand(false)), ""),
+            (3, stored(1, 2), "take:demand+hold"),
+            (4, stored(1, 3), "ok2:c3 want:Parked end"),
+        ],
+    );
+    // Somebody came while an idle session was being parked: it goes on.
+    let mut idle = running();
+    idle.step(Now { mono_ms: 0, unix_ms: 0 }, Input::Policy { cadence_ms: 0, idle_park_ms: 5_000 });
+    check_from(
+        idle,
+        vec![
+            (5_000, Input::Tick, "take:park+hold"),
+            (5_001, Input::Ask(1, Request::AwaitRunning), "ok1"),
+            (5_002, stored(1, 2), "go-on"),
+        ],
+    );
+}
+
 /// The host's answer to FindOlder: `n` is the older checkpoint.
 pub(super) fn older(failed: &str, n: Option<u8>) -> Input {
     let older = n.map(|n| (head(n, HeadKind::Own), format!("c{n}")));
@@ -404,6 +477,7 @@ pub(super) fn older(failed: &str, n: Option<u8>) -> Input {
 fn any_input() -> impl Strategy<Value = Input> {
     prop_oneof![
         Just(Input::ProcessGone),
+        (0u64..9, 1u8..9).prop_map(|(r, n)| committed(r, n)),
         Just(Input::Tick),
         Just(Input::Activity),
         Just(Input::Bought),

@@ -54,7 +54,7 @@ fn a_corrupt_newest_checkpoint_is_skipped_and_never_silently() {
     let lines = told(&mut m, 20_004, Input::Ready { token: token(3) });
     assert_eq!(lines[0], format!("[running] {note}"), "it is told for as long as the session lives on from there");
     // After parking and waking too, and by a later node.
-    let m = check_from(m, vec![(20_005, Input::Ask(1, Request::Park), "take:park")]);
+    let m = check_from(m, vec![(20_005, Input::Ask(1, Request::Park), "take:park+hold")]);
     let mut m = check_from(m, vec![(20_006, stored(3, 6), "want:Parked end")]);
     assert_eq!(told(&mut m, 20_007, Input::ProcessGone)[0], format!("want Parked: {note}"));
     let mut later = Machine::new(policy(), SessionState::Starting, token(3), head(6, HeadKind::Own)).noting(note);
@@ -151,7 +151,7 @@ fn what_a_person_asked_for_is_not_replaced_by_another() {
     check_from(
         running(),
         vec![
-            (1, Input::Ask(1, restore), "take:demand"),
+            (1, Input::Ask(1, restore), "take:demand+hold"),
             (2, stored(1, 8), "want:Running [starting] end"),
             (3, Input::ProcessGone, "begin:3"),
             (4, Input::RunBegan { token: token(2) }, "launch:2:3:Own"),

@@ -12,7 +12,7 @@ fn leaving_checkpoints_ends_and_waits_for_the_next_owner() {
     check_from(
         running(),
         vec![
-            (1, Input::Ask(1, Request::Leave), "take:move"),
+            (1, Input::Ask(1, Request::Leave), "take:move+hold"),
             (2, Input::Ask(2, Request::AwaitRunning), ""),
             (3, stored(1, 2), "end"),
             (4, Input::ProcessGone, "[recovering] ok1"),
@@ -30,7 +30,7 @@ fn a_move_that_fails_goes_on_here() {
     check_from(
         running(),
         vec![
-            (1, Input::Ask(1, Request::Leave), "take:move"),
+            (1, Input::Ask(1, Request::Leave), "take:move+hold"),
             (2, stored(1, 2), "end"),
             (3, Input::ProcessGone, "[recovering] ok1"),
             (4, Input::Ask(2, Request::Stay), "want:Running [recovering] end"),
@@ -46,7 +46,7 @@ fn leaving_is_given_up_when_its_checkpoint_fails() {
     check_from(
         running(),
         vec![
-            (1, Input::Ask(1, Request::Leave), "take:move"),
+            (1, Input::Ask(1, Request::Leave), "take:move+hold"),
             (2, Input::NotStored { token: token(1), error: error("disk-full") }, "no1:disk-full"),
             (3, Input::Ask(2, Request::AwaitRunning), "ok2"),
         ],

@@ -204,3 +204,36 @@ fn exec_survives_nothing_silently() {
     assert!(o.status.success(), "{}", show(&o));
     n.remove("cut");
 }
+
+/// A program in the guest dirties memory and appends to a file all the while, and a client writes through `ks exec`: what either was
+/// told is done is there when the session is back from parking or stopping, however long storing takes.
+#[test]
+fn a_park_or_stop_keeps_everything_that_was_answered() {
+    let Some(n) = node() else { return };
+    let writer = "import os\nb=bytearray(96<<20)\nf=open('/workspace/log','a')\nk=0\nwhile True:\n  k+=1\n  for o in range(0,len(b),4096): b[o]=(k+o//4096)%251\n  f.write(str(k)+'\\n'); f.flush(); os.fsync(f.fileno())\n";
+    n.run("keep", &["python3", "-c", writer]);
+    n.sh("keep", "while [ ! -s /workspace/log ]; do sleep 0.1; done");
+    for (round, verb) in ["park", "stop", "park"].iter().enumerate() {
+        let mut answered = Vec::new();
+        let mut rest = n.command().args([verb, "keep"]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("ks starts");
+        let mut i = 0;
+        while rest.try_wait().expect("ks can be waited for").is_none() {
+            i += 1;
+            let word = format!("r{round}-{i}");
+            let line = format!("echo {word} >>/workspace/said; sync /workspace/said; tail -n 1 /workspace/log");
+            let o = n.ks(&["exec", "keep", "--", "sh", "-c", &line]);
+            if o.status.success() {
+                answered.push((word, String::from_utf8_lossy(&o.stdout).trim().parse::<u64>().expect("a count")));
+            }
+        }
+        n.ok(&["wake", "keep"]);
+        n.wait_for("keep", "running");
+        let said = n.sh("keep", "cat /workspace/said 2>/dev/null || true");
+        let count: u64 = n.sh("keep", "tail -n 1 /workspace/log").parse().expect("a count");
+        for (word, seen) in &answered {
+            assert!(said.lines().any(|l| l == word), "{verb}: {word} was answered and is gone: {said}");
+            assert!(*seen <= count, "{verb}: the log was seen at {seen} and is at {count}");
+        }
+    }
+    n.remove("keep");
+}
