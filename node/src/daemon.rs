@@ -108,6 +108,9 @@ pub async fn run(config: Config) -> Result<u8> {
         node.gateway.end().await;
     }
     node.fleet.shutdown().await;
+    if let Err(e) = node.state.flush_events() {
+        tracing::warn!("the last events are not on the disk: {e}");
+    }
     // Nobody is to be sent to a node that has ended in good order. The port is kept for the next one.
     if !node.restart.load(Ordering::Acquire)
         && let Err(e) = std::fs::remove_file(&api_path)
@@ -221,6 +224,16 @@ fn open_events(layout: &Layout, supply: &Supply) -> Result<EventLog> {
              move the whole data folder away first (nothing in it was touched)",
             raft.display()
         ));
+    }
+    for name in ["log.redb", "state.redb"] {
+        let file = raft.join(name);
+        if held > 0 && raft.exists() && !std::fs::metadata(&file).is_ok_and(|m| m.len() > 0) {
+            return Err(anyhow!(
+                "{} is missing or empty, but the chunk store beside it holds {held} checkpoints and images: put it back from a copy; to \
+                 begin anew, move the whole data folder away first (nothing in it was touched)",
+                file.display()
+            ));
+        }
     }
     // redb panics on some kinds of damage inside a page.
     let opened = std::panic::catch_unwind(|| EventLog::open(&path));

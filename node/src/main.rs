@@ -4,7 +4,7 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 use ks_node::{daemon, supervise};
 use std::ffi::OsString;
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -72,14 +72,34 @@ fn fleet_address(text: &str) -> Result<SocketAddr, String> {
 fn main() -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_env("KS_LOG").unwrap_or_else(|_| QUIET.into());
     let colours = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
-    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_writer(|| Log(std::io::stderr())).init();
     match run(Args::parse()) {
         Ok(code) => ExitCode::from(code),
         Err(e) => {
-            eprintln!("ksd: {e:#}");
-            ExitCode::from(supervise::CANNOT_START)
+            let _ = writeln!(Log(std::io::stderr()), "ksd: {e:#}");
+            // A full disk is a matter of time: the supervisor tries again until there is space.
+            ExitCode::from(if disk_is_full(&e) { 1 } else { supervise::CANNOT_START })
         }
     }
+}
+
+/// The log. What a full disk does not take is lost and hurts nobody: a log that fails must not end the node.
+struct Log(std::io::Stderr);
+
+impl Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        let _ = self.0.write_all(bytes);
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Some causes come as words only, with the system's own text at their end.
+fn disk_is_full(e: &anyhow::Error) -> bool {
+    let full = |io: &std::io::Error| matches!(io.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded);
+    e.chain().any(|c| c.downcast_ref::<std::io::Error>().is_some_and(full)) || format!("{e:#}").contains("(os error 28)")
 }
 
 fn run(args: Args) -> Result<u8> {

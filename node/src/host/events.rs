@@ -1,11 +1,13 @@
 //! What happened on this node, for people: events in one redb file, and the commands that a node of an earlier version left
-//! in it. Events decide nothing; a power cut may lose the last ones.
+//! in it. Events decide nothing; a crash may lose those of the last [`FLUSH_EVERY`], an orderly end loses none.
 
 use ks_proto::api::{ApiError, Event};
 use ks_raft::{Command, FleetState};
 use redb::{Database, Durability, ReadableDatabase, ReadableTable, TableDefinition};
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 use tokio::sync::broadcast;
 
 /// Of earlier versions, where a lone node kept its commands here.
@@ -15,6 +17,9 @@ const SNAPSHOT: TableDefinition<&str, &[u8]> = TableDefinition::new("snapshot");
 const EVENTS: TableDefinition<u64, &[u8]> = TableDefinition::new("events");
 /// Events kept.
 const EVENTS_MAX: u64 = 20_000;
+
+/// Events reach the disk together, at most this long after they were recorded.
+const FLUSH_EVERY: Duration = Duration::from_millis(500);
 
 /// Why the database refused.
 #[derive(Debug, thiserror::Error)]
@@ -51,6 +56,8 @@ struct Inner {
     path: PathBuf,
     next: Mutex<u64>,
     live: broadcast::Sender<Event>,
+    /// Wakes the thread that syncs; full means that it is woken already.
+    unsynced: SyncSender<()>,
 }
 
 impl EventLog {
@@ -70,7 +77,30 @@ impl EventLog {
         // Names and commands are private.
         let _ = std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600));
         let next = Mutex::new(last.map_or(0, |l| l + 1));
-        Ok(Self { inner: Arc::new(Inner { db: Mutex::new(Some(db)), path: path.to_owned(), next, live }) })
+        let (unsynced, woken) = std::sync::mpsc::sync_channel(1);
+        let this = Self { inner: Arc::new(Inner { db: Mutex::new(Some(db)), path: path.to_owned(), next, live, unsynced }) };
+        let weak = Arc::downgrade(&this.inner);
+        let flusher = move || {
+            // Ends with the log: then there is nobody to send.
+            while woken.recv().is_ok() {
+                std::thread::sleep(FLUSH_EVERY);
+                let Some(inner) = weak.upgrade() else { return };
+                if let Err(e) = (Self { inner }).flush() {
+                    tracing::warn!("the last events are not on the disk yet: {e}");
+                }
+            }
+        };
+        std::thread::Builder::new().name("events".into()).spawn(flusher).map_err(redb::Error::Io)?;
+        Ok(this)
+    }
+
+    /// Everything recorded until now is on the disk when this returns. Blocks for a sync.
+    ///
+    /// # Errors
+    /// If the database refuses.
+    pub fn flush(&self) -> Result<(), EventsError> {
+        // A commit that is durable takes all earlier ones along.
+        self.with_db(|db| db.begin_write().map_err(redb_err)?.commit().map_err(redb_err))
     }
 
     /// Runs `f` on the database. After an I/O error (a full disk) it is closed, and opened again by the next call.
@@ -100,6 +130,7 @@ impl EventLog {
         if let Err(e) = self.put(&event) {
             tracing::warn!("event {kind} of {session} is not recorded: {e}");
         }
+        let _ = self.inner.unsynced.try_send(());
         tracing::info!(session, kind, "{text}");
         let _ = self.inner.live.send(event);
     }
@@ -192,6 +223,31 @@ mod tests {
         let kinds: Vec<_> = e.read(0).unwrap().0.into_iter().map(|e| (e.seq, e.kind)).collect();
         assert_eq!(kinds.last().map(|k| k.1.as_str()), Some("two"));
         assert!(kinds.windows(2).all(|w| w[0].0 < w[1].0), "{kinds:?}");
+    }
+
+    /// What a killed ksd leaves: the file as it is now, and nobody who closes it.
+    fn kinds_after_a_kill(path: &Path) -> Vec<String> {
+        let copy = path.with_extension("copy");
+        std::fs::copy(path, &copy).unwrap();
+        EventLog::open(&copy).unwrap().read(0).unwrap().0.into_iter().map(|e| e.kind).collect()
+    }
+
+    #[test]
+    fn events_outlive_a_killed_daemon() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("e.redb");
+        let e = EventLog::open(&path).unwrap();
+        e.record("a", "one", "1");
+        e.record("a", "two", "2");
+        e.flush().unwrap();
+        assert_eq!(kinds_after_a_kill(&path), ["one", "two"]);
+        // And without anybody who asks for it.
+        e.record("a", "three", "3");
+        let end = std::time::Instant::now() + Duration::from_secs(30);
+        while kinds_after_a_kill(&path).len() < 3 {
+            assert!(std::time::Instant::now() < end, "never synced by itself");
+            std::thread::park_timeout(Duration::from_millis(50));
+        }
     }
 
     #[test]

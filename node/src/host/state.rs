@@ -51,6 +51,13 @@ impl StateStore {
         self.events.record(session, kind, text);
     }
 
+    /// All events until now are on the disk when this returns. Blocks for a sync.
+    ///
+    /// # Errors
+    /// If the database refuses.
+    pub fn flush_events(&self) -> Result<(), ApiError> {
+        Ok(self.events.flush()?)
+    }
     /// Events of this node from `from` on, oldest first, and the live ones after them.
     ///
     /// # Errors

@@ -208,6 +208,20 @@ async fn a_lost_or_damaged_database_is_a_refusal_and_never_a_blank_node() {
         std::fs::write(&file, bad).unwrap();
         assert_eq!(n.refuses_to_start(), Some(2), "{}", file.display());
         assert!(n.log().contains("cannot be"), "{}", n.log());
+        // One file of the two alone, gone or emptied.
+        let named = format!("{} is missing or empty", file.display());
+        for empty in [false, true] {
+            std::fs::remove_file(&file).unwrap();
+            if empty {
+                std::fs::write(&file, b"").unwrap();
+            }
+            assert_eq!(n.refuses_to_start(), Some(2), "{}", file.display());
+            assert!(n.log().contains(&named), "{}", n.log());
+            assert_eq!(std::fs::metadata(&file).map_or(0, |m| m.len()), 0, "nothing blank was put in its place");
+            if !empty {
+                std::fs::write(&file, b"").unwrap();
+            }
+        }
         std::fs::write(&file, good).unwrap();
     }
     n.up().await;

@@ -89,6 +89,13 @@ impl RedbDisk {
     /// If they cannot be made or read, or another process has them open.
     pub fn open(dir: &Path) -> io::Result<Self> {
         std::fs::create_dir_all(dir)?;
+        let filled = |name: &str| std::fs::metadata(dir.join(name)).is_ok_and(|m| m.len() > 0);
+        if filled("state.redb") && !filled("log.redb") {
+            // The log is made first. A state without one has lost votes and entries: a blank log would deny them.
+            let path = dir.join("log.redb");
+            let why = format!("{} is missing or empty, and state.redb beside it is not: put it back from a copy", path.display());
+            return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+        }
         let disk = Self { log: File::open(dir.join("log.redb"))?, state: File::open(dir.join("state.redb"))? };
         // The names of the files must survive a power cut as well.
         std::fs::File::open(dir)?.sync_all()?;
