@@ -7,6 +7,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use serde_json::json;
 use std::collections::HashMap;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 /// What to run.
@@ -57,7 +58,9 @@ fn measure(o: &Options, asker: &Asker, name: &str) -> Result<()> {
         let memory = image::open(pid)?;
         let nonzero = image::nonzero_bytes(&memory)?;
         memory_nonzero += nonzero;
-        disk_logical += bytes.saturating_sub(nonzero.min(bytes));
+        // What the checkpoint counted for memory is what the file held at that instant, a moment ago.
+        let held = memory.metadata().context("guest memory's size")?.blocks() * 512;
+        disk_logical += bytes.saturating_sub(held);
         image::reference_chunks(&memory, &mut reference)?;
         say(&format!(
             "{i} of {}: {} MiB logical so far, {} MiB of new packs",
@@ -70,7 +73,7 @@ fn measure(o: &Options, asker: &Asker, name: &str) -> Result<()> {
     let reference_bytes: u64 = reference.values().sum();
     let round = |x: f64| (x * 100.0).round() / 100.0;
     let figures = json!({
-        "bench": "soak", "checkpoints": o.checkpoints, "memory_mib": o.memory, "logical_bytes": logical, "stored_bytes": store,
+        "bench": "soak", "checkpoints": o.checkpoints, "memory_mib": o.memory, "logical_bytes": logical, "disk_logical_bytes": disk_logical, "stored_bytes": store,
         "stored_by_session_bytes": stored_by_session, "dedup_ratio": round(logical as f64 / store as f64),
         "dedup_ratio_nonzero": round((memory_nonzero + disk_logical) as f64 / store as f64),
         "baseline": { "memory_4mib_sha256_bytes": reference_bytes, "memory_nonzero_bytes": memory_nonzero, "memory_ratio": round(memory_nonzero as f64 / reference_bytes as f64),

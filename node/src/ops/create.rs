@@ -55,6 +55,11 @@ fn shape(node: &Node, c: &CreateSession) -> Result<Shape, ApiError> {
             "use --memory 2048",
         ));
     }
+    let here = super::facts::memory_total_mib();
+    if here.is_some_and(|total| memory_mib > total) {
+        let why = format!("{memory_mib} MiB is more than all memory of this machine, {} MiB", here.unwrap_or(0));
+        return Err(usage("the memory size", why, "use less --memory, or a larger machine (--node)"));
+    }
     let vcpus = c.vcpus.unwrap_or(1);
     if !(1..=64).contains(&vcpus) {
         return Err(usage("the number of CPUs", format!("{vcpus} is not from 1 to 64"), "use --vcpus 1"));

@@ -29,12 +29,20 @@ pub fn own(node: &Node) -> NodeFacts {
     }
 }
 
+/// A line of /proc/meminfo, MiB; None where there is none.
+fn meminfo_mib(key: &str) -> Option<u64> {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = meminfo.lines().find(|l| l.starts_with(key))?;
+    Some(line.split_whitespace().nth(1)?.parse::<u64>().ok()? / 1024)
+}
+
+/// All memory of this machine, MiB.
+pub fn memory_total_mib() -> Option<u64> {
+    meminfo_mib("MemTotal:")
+}
+
 fn read(node: &Node) -> NodeFacts {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let mib = |key: &str| {
-        let line = meminfo.lines().find(|l| l.starts_with(key)).unwrap_or_default();
-        line.split_whitespace().nth(1).and_then(|n| n.parse::<u64>().ok()).unwrap_or(0) / 1024
-    };
+    let mib = |key: &str| meminfo_mib(key).unwrap_or(0);
     let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let disk = rustix::fs::statvfs(&node.layout.root).map_or(0, |s| s.f_bavail.saturating_mul(s.f_frsize) >> 20);
     let mut states: BTreeMap<String, u32> = BTreeMap::new();

@@ -37,6 +37,8 @@ async fn bad_input_is_refused_with_what_why_and_next() {
     let cases = [
         ("sessions", json!({ "name": "No Good" }), "usage"),
         ("sessions", json!({ "memory_mib": 1 }), "usage"),
+        // More than this machine has.
+        ("sessions", json!({ "memory_mib": 1 << 20 }), "usage"),
         ("sessions", json!({ "vcpus": 1000 }), "usage"),
         ("sessions", json!({ "engine": "xen" }), "usage"),
         ("sessions", json!({ "image": "nope" }), "not-found"),

@@ -241,7 +241,8 @@ async fn a_drain_is_undone_and_a_removed_node_leaves_by_itself() {
     assert!(gone.status().is_success(), "{}", gone.text().await.unwrap());
     let e = nodes[0].refused("fleet/nodes/n3/undrain", json!({})).await;
     assert_eq!(e.code, "not-found", "{e}");
-    // It comes back and knows nothing of its removal; nobody speaks to it.
+    // It comes back and knows nothing of its removal; nobody speaks to it. (One that has just left is spoken to for a second more.)
+    tokio::time::sleep(Duration::from_secs(2)).await;
     nodes[2].up().await;
     let e = nodes[2].refused("fleet/leave", json!({})).await;
     assert!(e.next.contains("--force"), "{e}");
