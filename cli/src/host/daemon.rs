@@ -118,6 +118,12 @@ pub fn supervisor(data_dir: &Path, daemon: Option<u32>) -> Option<u32> {
     noted.into_iter().chain(parent).find(|p| alive(*p))
 }
 
+/// True if `ks up` gave the node a supervisor and that one is dead.
+pub fn unattended(data_dir: &Path) -> bool {
+    let noted = std::fs::read_to_string(pid_file(data_dir)).ok().and_then(|t| t.trim().parse::<u32>().ok());
+    noted.is_some_and(|p| !alive(p))
+}
+
 fn pid(raw: u32) -> Option<Pid> {
     i32::try_from(raw).ok().filter(|p| *p > 1).and_then(Pid::from_raw)
 }
@@ -148,4 +154,19 @@ pub fn log_tail(data_dir: &Path, from: u64, lines: usize) -> String {
     let text = String::from_utf8_lossy(text.get(usize::try_from(from).unwrap_or(usize::MAX)..).unwrap_or_default());
     let all: Vec<&str> = text.lines().collect();
     all[all.len().saturating_sub(lines)..].join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{pid_file, unattended};
+
+    #[test]
+    fn a_node_is_unattended_only_when_the_supervisor_that_it_got_is_dead() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(!unattended(dir.path()), "it never got one");
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        std::fs::write(pid_file(dir.path()), child.id().to_string()).unwrap();
+        assert!(unattended(dir.path()));
+    }
 }

@@ -25,6 +25,11 @@ pub async fn up(ctx: &Ctx, a: args::Up) -> Res<u8> {
     };
     if let Some((node, info)) = running {
         ctx.note("a node is running already");
+        if daemon::unattended(&ctx.data_dir) {
+            ctx.note(
+                "its supervisor is gone: nothing starts it again when it ends. `ks down` (sessions go on), then `ks up` gives it one",
+            );
+        }
         if a.fleet_address.is_some() || a.bulk_mib_s.is_some() {
             ctx.note("its options were not changed: `ks down` first, then `ks up` with them again");
         }

@@ -205,6 +205,10 @@ pub async fn each_at(ctx: &Ctx, node: &Node, verb: &str, names: &[String]) -> Re
         let mut value = with_schema("ks.session.v1", got);
         value["took_us"] = us.into();
         ctx.result(&value, || format!("{name} {} in {}\n", clean(&state), human::micros(us)))?;
+        // An older checkpoint than the newest, say: whoever woke it must hear that.
+        if let Some(reason) = value["reason"].as_str().filter(|r| !r.is_empty()) {
+            ctx.note(&format!("{name}: {}", cut(reason)));
+        }
     }
     Ok(worst)
 }

@@ -159,6 +159,17 @@ fn one_that_is_refused_does_not_keep_the_others() {
 }
 
 #[test]
+fn who_wakes_a_session_hears_that_it_went_back_further() {
+    let f = Fake::new(|_| {
+        let mut s = session("a", "running", 1);
+        s["reason"] = "c5 could not be started; it goes on from c4".into();
+        Answer::json(&s)
+    });
+    let (out, err) = expect(&f.ks(&["wake", "a"]), 0);
+    assert!(out.starts_with("a running in ") && err.contains("a: c5 could not be started; it goes on from c4"), "{out} {err}");
+}
+
+#[test]
 fn one_copy_is_called_durable_only_as_what_one_node_can_do() {
     let f = Fake::new(|r| {
         let mut s = session("a", "running", 1);

@@ -59,9 +59,32 @@ pub(crate) fn require(tools: &[Tool]) -> Result<(), ImageError> {
     Err(ImageError::MissingTools { programs: programs.join(", "), packages: packages.join(" ") })
 }
 
-/// Fails when this host lacks the programs that map a user's subordinate ids into a namespace.
+/// Fails when this host lacks the programs that map a user's subordinate ids into a namespace, or the user has no such ids.
 pub fn require_user_namespaces() -> Result<(), ImageError> {
-    require(FOR_NAMESPACE)
+    require(FOR_NAMESPACE)?;
+    let uid = rustix::process::geteuid().as_raw();
+    let name = user_name(&std::fs::read_to_string("/etc/passwd").unwrap_or_default(), uid);
+    for file in ["/etc/subuid", "/etc/subgid"] {
+        let text = std::fs::read_to_string(file).unwrap_or_default();
+        if !has_ids(&text, uid, name.as_deref()) {
+            let who = name.clone().unwrap_or_else(|| uid.to_string());
+            let why = format!("{file} has no line for {who} (for example: {who}:100000:65536)");
+            return Err(ImageError::NeedsRoot { why });
+        }
+    }
+    Ok(())
+}
+
+/// The name of `uid` in a passwd file.
+fn user_name(passwd: &str, uid: u32) -> Option<String> {
+    let mut rows = passwd.lines().map(|l| l.split(':').collect::<Vec<_>>());
+    rows.find(|r| r.get(2).and_then(|u| u.parse().ok()) == Some(uid)).map(|r| r[0].to_owned())
+}
+
+/// Does a subuid or subgid file give ids to this user, by name or by number?
+fn has_ids(text: &str, uid: u32, name: Option<&str>) -> bool {
+    let number = uid.to_string();
+    text.lines().filter_map(|l| l.split_once(':')).any(|(who, _)| who == number || Some(who) == name)
 }
 
 /// Where `program` is, in PATH or the system directories that users often lack.
@@ -127,6 +150,15 @@ pub(crate) fn shell_quote(text: &OsStr) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn subordinate_ids_are_found_by_name_or_number() {
+        let passwd = "root:x:0:0::/root:/bin/sh\nann:x:1000:1000::/home/ann:/bin/sh\n";
+        assert_eq!(user_name(passwd, 1000).as_deref(), Some("ann"));
+        assert_eq!(user_name(passwd, 7), None);
+        assert!(has_ids("ann:100000:65536\n", 1000, Some("ann")) && has_ids("1000:1:1", 1000, None));
+        assert!(!has_ids("annette:100000:65536\n", 1000, Some("ann")) && !has_ids("", 1000, Some("ann")));
+    }
 
     #[test]
     fn missing_tools_name_their_packages() {
