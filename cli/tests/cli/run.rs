@@ -142,20 +142,21 @@ fn slow_to_make() -> Fake {
     f
 }
 
+/// A `ks` whose create call has reached the node.
+fn begun(f: &Fake, args: &[&str]) -> std::process::Child {
+    let mut c = f.command();
+    c.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let c = c.spawn().unwrap();
+    f.shared.wait("the create call", |s| !s.requests.is_empty());
+    c
+}
+
 #[test]
 fn what_ends_it_while_it_starts_leaves_nothing_behind() {
     use rustix::process::Signal;
     for (sent, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
         let f = slow_to_make();
-        let mut c = f
-            .command()
-            .args(["run", "-d", "--", "true"])
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        f.shared.wait("the create call", |s| !s.requests.is_empty());
+        let mut c = begun(&f, &["run", "-d", "--", "true"]);
         rustix::process::kill_process(rustix::process::Pid::from_child(&c), sent).unwrap();
         let mut first = [0; 8];
         c.stderr.as_mut().unwrap().read_exact(&mut first).unwrap();
@@ -170,15 +171,7 @@ fn what_ends_it_while_it_starts_leaves_nothing_behind() {
 fn a_window_that_closes_while_it_starts_takes_the_session_back() {
     let f = slow_to_make();
     // Nobody reads what it says, and more than one signal comes.
-    let mut c = f
-        .command()
-        .args(["run", "--", "true"])
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    f.shared.wait("the create call", |s| !s.requests.is_empty());
+    let mut c = begun(&f, &["run", "--", "true"]);
     drop((c.stdout.take(), c.stderr.take()));
     let pid = rustix::process::Pid::from_child(&c);
     rustix::process::kill_process(pid, rustix::process::Signal::HUP).unwrap();
